@@ -1,0 +1,42 @@
+"""Attention for models in Equinox: exact, differentiable, on any device."""
+
+from contextlib import nullcontext as _nullcontext
+
+from jaxtyping import install_import_hook as _install_import_hook
+
+from ._typing import DEBUG as _DEBUG
+
+# In the debugging mode every function and every module field is checked as well. The
+# hook has to be in place before the files are imported.
+with (
+    _install_import_hook("eqx_attention", "beartype.beartype")
+    if _DEBUG
+    else _nullcontext()
+):
+    from ._attention import Attention as Attention, attention as attention
+    from ._backend import (
+        Backend as Backend,
+        Resolution as Resolution,
+        resolve as resolve,
+    )
+    from ._cache import KVCache as KVCache
+    from ._config import (
+        Alignment as Alignment,
+        AttentionConfig as AttentionConfig,
+        ChunkSizes as ChunkSizes,
+        default_chunk_sizes as default_chunk_sizes,
+    )
+    from .functional._flash import flash_attention as flash_attention
+    from .functional._paged_decode import (
+        paged_decode_attention as paged_decode_attention,
+    )
+    from .functional._partial import (
+        PartialAttention as PartialAttention,
+        merge_attention as merge_attention,
+    )
+    from .functional._ragged_decode import (
+        ragged_decode_attention as ragged_decode_attention,
+    )
+    from .functional._standard import standard_attention as standard_attention
+
+__version__ = "0.1.0"

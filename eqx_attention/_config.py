@@ -1,0 +1,155 @@
+"""What a person chooses once: plain, frozen, hashable values."""
+
+import dataclasses
+import enum
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from ._typing import Window
+
+Precision: TypeAlias = jax.lax.PrecisionLike
+
+
+class Alignment(enum.Enum):
+    """Where the queries stand when there are fewer (or more) of them than keys."""
+
+    TOP_LEFT = "top_left"
+    """Query i stands at position i: both begin together."""
+    BOTTOM_RIGHT = "bottom_right"
+    """Query i stands at i + kv_len - q_len: both end together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSizes:
+    """How many queries and how many keys flash attention takes at a time.
+
+    **Arguments:**
+
+    - `query`, `key`: positive integers. Any size is right for any length; the sizes
+        change the speed and the memory of a call, and its result by rounding alone.
+
+    **Raises:** `TypeError` for what is no integer, `ValueError` for one below 1.
+    """
+
+    query: int
+    key: int
+
+    def __post_init__(self) -> None:
+        for name, size in (("query", self.query), ("key", self.key)):
+            check_int(f"ChunkSizes.{name}", size)
+            if size < 1:
+                raise ValueError(f"ChunkSizes.{name} is {size}, but must be at least 1")
+
+
+def default_chunk_sizes(q_len: int, kv_len: int) -> ChunkSizes:
+    """The chunk sizes that flash attention takes if it is given none."""
+    return ChunkSizes(min(512, max(q_len, 1)), min(512, max(kv_len, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """The options of an attention that do not change from call to call.
+
+    **Arguments:** as in [`eqx_attention.standard_attention`][], but that
+    `softmax_scale` is a plain float here. Lists are not taken: a config is hashable.
+
+    **Raises:** `TypeError` or `ValueError` for what no attention can do.
+    """
+
+    causal: bool = False
+    alignment: Alignment = Alignment.TOP_LEFT
+    sliding_window: Window | None = None
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    dropout_prob: float = 0.0
+    num_sink_tokens: int = 0
+    logits_dtype: DTypeLike = jnp.float32
+    precision: Precision = None
+
+    def __post_init__(self) -> None:
+        _check_is_a("causal", self.causal, bool)
+        _check_is_a("alignment", self.alignment, Alignment)
+        window_bounds(self.sliding_window)
+        if self.softmax_scale is not None:
+            check_number("softmax_scale", self.softmax_scale)
+        check_soft_cap(self.logits_soft_cap)
+        check_dropout_prob(self.dropout_prob)
+        check_num_sink_tokens(self.num_sink_tokens)
+        check_logits_dtype(self.logits_dtype)
+
+
+def window_bounds(window: Window | None) -> tuple[int | None, int | None]:
+    """`(left, right)` of a sliding window; None stands for unbounded."""
+    if window is None:
+        return None, None
+    bounds = window if isinstance(window, tuple) else (window, window)
+    if len(bounds) != 2:
+        raise ValueError(
+            f"sliding_window is {window}, but must be an int or a pair (left, right)"
+        )
+    for bound in bounds:
+        if bound is not None:
+            check_int("sliding_window", bound)
+            if bound < 0:
+                raise ValueError(
+                    f"sliding_window is {window}, but its bounds count keys and "
+                    "must not be negative (None means unbounded)"
+                )
+    return bounds
+
+
+def _check_is_a(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}, but must be a {kind.__name__}")
+
+
+def check_int(name: str, value: object) -> None:
+    """Refuses what is not an int; a bool is not one here."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, but must be an int")
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuses what is neither a float nor an int."""
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        raise TypeError(f"{name} is {value!r}, but must be a float")
+
+
+def check_soft_cap(logits_soft_cap: float | None) -> None:
+    """A soft cap is a positive number."""
+    if logits_soft_cap is not None:
+        check_number("logits_soft_cap", logits_soft_cap)
+        if not logits_soft_cap > 0:
+            raise ValueError(
+                f"logits_soft_cap is {logits_soft_cap}, but must be positive "
+                "(None means no cap)"
+            )
+
+
+def check_dropout_prob(dropout_prob: float) -> None:
+    """A probability lies between 0 and 1."""
+    check_number("dropout_prob", dropout_prob)
+    if not 0 <= dropout_prob <= 1:
+        raise ValueError(
+            f"dropout_prob is {dropout_prob}, but must lie between 0 and 1"
+        )
+
+
+def check_num_sink_tokens(num_sink_tokens: int) -> None:
+    """A number of tokens is an int that is not negative."""
+    check_int("num_sink_tokens", num_sink_tokens)
+    if num_sink_tokens < 0:
+        raise ValueError(
+            f"num_sink_tokens is {num_sink_tokens}, but must not be negative"
+        )
+
+
+def check_logits_dtype(logits_dtype: DTypeLike) -> None:
+    """A softmax needs floating point numbers."""
+    if not jnp.issubdtype(logits_dtype, jnp.floating):
+        raise ValueError(
+            f"logits_dtype is {jnp.dtype(logits_dtype)}, but must be a floating dtype"
+        )

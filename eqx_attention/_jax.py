@@ -1,0 +1,142 @@
+"""Functions of JAX whose types a static checker can't see, given types.
+
+They are called through this file, so that each ignored rule stands in one place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar, TypeVarTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Shaped
+
+_Carry = TypeVar("_Carry")
+_Out = TypeVar("_Out")
+_X = TypeVar("_X")
+_Args = TypeVarTuple("_Args")
+_P = ParamSpec("_P")
+
+_Index: TypeAlias = int | Int[Array, ""]
+
+
+def accumulation_dtype(*arrays: Float[Array, "..."]) -> DTypeLike:
+    """The dtype to sum products of `arrays` in: float32, or float64 if one is."""
+    wide = any(x.dtype == jnp.float64 for x in arrays)
+    return jnp.float64 if wide else jnp.float32
+
+
+def einsum(
+    spec: str,
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """`jnp.einsum` of two arrays; by default it sums in float32 or wider."""
+    if preferred_element_type is None:
+        preferred_element_type = accumulation_dtype(a, b)
+    return jnp.einsum(  # pyright: ignore[reportUnknownMemberType]  # third overload
+        spec, a, b, precision=precision, preferred_element_type=preferred_element_type
+    )
+
+
+def pad(
+    x: Shaped[Array, "..."],
+    widths: Sequence[tuple[int, int]],
+    *,
+    fill: bool | int | float = 0,
+) -> Shaped[Array, "..."]:
+    """`x` with `widths[axis] = (before, after)` entries of `fill` put around it."""
+    return jnp.pad(x, widths, constant_values=fill)  # pyright: ignore[reportUnknownMemberType]  # its **kwargs
+
+
+def fori_loop(
+    lower: _Index,
+    upper: _Index,
+    body: Callable[[Int[Array, ""], _Carry], _Carry],
+    init: _Carry,
+) -> _Carry:
+    """`lax.fori_loop`, whose index is int32, whether or not x64 is on."""
+
+    def step(index: Int[Array, ""], carry: _Carry) -> _Carry:
+        return body(index.astype(jnp.int32), carry)
+
+    return lax.fori_loop(lower, upper, step, init)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
+def map_(fn: Callable[[_X], _Out], xs: _X) -> _Out:
+    """`lax.map`: `fn` of each slice along the leading axis of `xs`, one by one."""
+    return lax.map(fn, xs)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
+def cond(
+    pred: bool | Bool[Array, ""],
+    on_true: Callable[[*_Args], _Out],
+    on_false: Callable[[*_Args], _Out],
+    *operands: *_Args,
+) -> _Out:
+    """`lax.cond`: `on_true(*operands)` where `pred`, else `on_false(*operands)`."""
+    return lax.cond(pred, on_true, on_false, *operands)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
+def vjp(
+    fn: Callable[[*_Args], _Out], *primals: *_Args
+) -> tuple[_Out, Callable[[_Out], tuple[*_Args]]]:
+    """`jax.vjp`: `fn(*primals)`, and what takes its cotangent to those of `primals`."""
+    return jax.vjp(fn, *primals)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
+def checkpoint(fn: Callable[_P, _Out]) -> Callable[_P, _Out]:
+    """`jax.checkpoint`: `fn`, computed again in the backward pass, not remembered."""
+    return jax.checkpoint(fn)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
+def tree_map(fn: Callable[[Array], Array], tree: _X) -> _X:
+    """`jax.tree.map` of a tree of arrays, which keeps the tree's type."""
+    return jax.tree.map(fn, tree)
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes over which `x` varies: none outside `shard_map(check_vma=True)`."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def vary_like(tree: _X, axes: frozenset[str]) -> _X:
+    """`tree`, with each of its arrays made to vary over the mesh axes `axes`.
+
+    A scan refuses a carry that varies less at its start than after a step.
+    """
+
+    def vary(leaf: Any) -> Any:
+        if not eqx.is_array(leaf):
+            return leaf
+        missing = tuple(sorted(axes - varying_axes(leaf)))
+        if not missing:
+            return leaf
+        return lax.pcast(leaf, missing, to="varying")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+    return jax.tree.map(vary, tree)
+
+
+def psum(x: _X, axes: frozenset[str]) -> _X:
+    """`lax.psum`: the sum of `x` over the mesh axes `axes`, over which it varies."""
+    if not axes:
+        return x
+    return lax.psum(x, tuple(sorted(axes)))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
+def vary_together(tree: _X) -> _X:
+    """`tree`, with each of its arrays made to vary over the axes that any varies over.
+
+    Under `shard_map`, what varies along an axis of the mesh and what is the same along
+    it may not meet in a loop. Where the latter are made to vary, their gradients are
+    summed over the axis by JAX.
+    """
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(tree):
+        if eqx.is_array(leaf):
+            axes |= varying_axes(leaf)
+    return vary_like(tree, frozenset(axes))

@@ -1,0 +1,110 @@
+"""Attention of some queries to all keys at once, differentiable by JAX itself.
+
+Standard attention is this for all queries. The chunked backends take their derivatives
+of second order, and ragged decoding all of its derivatives, from it.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from .._jax import map_, pad, tree_map
+from ._dropout import Dropout
+from ._inputs import Operands, Problem
+from ._logits import LogitRules, contract, drop_unseen
+from ._online_softmax import SoftmaxState, absorb
+from ._tiles import Layout, Tile
+
+_ROWS = 128
+"""Queries at a time in `attend_rows`: their logits are its largest array."""
+
+
+def attend_tile(
+    state: SoftmaxState | None,
+    operands: Operands,
+    rules: LogitRules,
+    dropout: Dropout | None,
+    tile: Tile,
+    allowed: Bool[Array, "..."] | None,
+) -> tuple[SoftmaxState, Float[Array, "batch kv_heads group q_size kv_size"]]:
+    """`state` after a tile as well, and the tile's logits.
+
+    The operands are those of the tile. This is where logits meet the running softmax,
+    for every backend.
+    """
+    products = rules.products(operands.query, operands.key, tile.layout)
+    logits = rules.logits(products, operands.parameters, tile, allowed)
+    value = drop_unseen(operands.value, allowed, tile)
+
+    def weighted_sum(weights: Array) -> Array:
+        if dropout is not None:
+            weights = dropout.apply(weights, tile)
+        return contract("bkgqs,bksd->bkgqd", weights, value, rules.precision)
+
+    return absorb(state, logits, weighted_sum, operands.accumulator), logits
+
+
+def attend_block(
+    problem: Problem, tile: Tile
+) -> tuple[SoftmaxState, Float[Array, "batch kv_heads group q_size kv_len"]]:
+    """The state of the tile's queries after all keys, and their logits.
+
+    The operands of `problem` hold the tile's queries alone.
+    """
+    operands, rules = problem.operands, problem.rules
+    parameters = operands.parameters.cut(tile)
+    allowed = rules.allowed(parameters, tile)
+    query, key = operands.query, operands.key
+    if allowed is not None:
+        # Queries that see nothing, and keys that nothing sees, may hold NaN, which
+        # must not come into the gradients of the others.
+        sees = jnp.any(allowed, axis=-1, keepdims=True)
+        query = jnp.where(sees, query, jnp.zeros_like(query))
+        key = drop_unseen(key, allowed, tile)
+    operands = Operands(query, key, operands.value, parameters)
+    return attend_tile(None, operands, rules, problem.dropout, tile, allowed)
+
+
+def whole(problem: Problem) -> Tile:
+    """All queries and all keys."""
+    start = jnp.int32(0)
+    q_len, kv_len = problem.operands.query.shape[3], problem.operands.key.shape[2]
+    return Tile(start, start, q_len, kv_len, Layout.KEYS_MINOR)
+
+
+def attend_rows(problem: Problem) -> SoftmaxState:
+    """Attention by chunks of queries, each against all keys, recomputed in reverse.
+
+    Memory grows with the length and not with its square, in derivatives of any order.
+    """
+    query = problem.operands.query
+    q_len, kv_len = query.shape[3], problem.operands.key.shape[2]
+    size = min(_ROWS, q_len)
+    count = -(-q_len // size)
+    query = pad_to(query, count * size, axis=3)
+
+    def rows(chunk: Int[Array, ""]) -> SoftmaxState:
+        start = chunk * size
+        part = lax.dynamic_slice_in_dim(query, start, size, axis=3)
+        tile = Tile(start, jnp.int32(0), size, kv_len, Layout.KEYS_MINOR)
+        return attend_block(problem.with_query(part), tile)[0]
+
+    states = map_(eqx.filter_checkpoint(rows), jnp.arange(count, dtype=jnp.int32))
+    return tree_map(lambda x: join_chunks(x, axis=3, length=q_len), states)
+
+
+def pad_to(x: Float[Array, "..."], length: int, *, axis: int) -> Float[Array, "..."]:
+    """`x` with zeros at the end of `axis`, up to `length`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return pad(x, widths)
+
+
+def join_chunks(
+    x: Float[Array, "chunks ..."], *, axis: int, length: int
+) -> Float[Array, "..."]:
+    """Chunks, stacked in front, one after the other along `axis`; cut to `length`."""
+    x = jnp.moveaxis(x, 0, axis)
+    joined = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x.reshape(joined), 0, length, axis=axis)

@@ -1,0 +1,156 @@
+"""Where decoding finds keys and values: one block of one sequence at a time."""
+
+import math
+from typing import TypeAlias
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ._layout import keys_by_head
+from ._tiles import read_chunk
+
+
+class ContiguousCache(eqx.Module):
+    """The keys and values of each sequence in a row of its own."""
+
+    key: Float[Array, "batch capacity kv_heads qk_dim"]
+    value: Float[Array, "batch capacity kv_heads v_dim"]
+    block_size: int = eqx.field(static=True)
+
+    @staticmethod
+    def of(
+        key: Float[Array, "*batch capacity kv_heads qk_dim"],
+        value: Float[Array, "*batch capacity kv_heads v_dim"],
+        block_size: int,
+    ) -> "ContiguousCache":
+        """With the batch axes made one."""
+        return ContiguousCache(one_batch(key), one_batch(value), block_size)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.key.shape[-2]
+
+    @property
+    def qk_dim(self) -> int:
+        """The width of a key."""
+        return self.key.shape[-1]
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence may have."""
+        return self.key.shape[1]
+
+    def block(
+        self, sequence: Int[Array, ""], block: Int[Array, ""]
+    ) -> tuple[
+        Float[Array, "1 kv_heads size qk_dim"], Float[Array, "1 kv_heads size v_dim"]
+    ]:
+        """Keys and values of one block, heads first."""
+
+        def read(x: Float[Array, "batch capacity kv_heads dim"]) -> Array:
+            row = lax.dynamic_slice_in_dim(x, sequence, 1, axis=0)
+            start = block * self.block_size
+            return keys_by_head(
+                read_chunk(row, start, self.block_size, axis=1, fill=0.0)
+            )
+
+        return read(self.key), read(self.value)
+
+    def contents(
+        self,
+    ) -> tuple[
+        Float[Array, "batch kv_heads capacity qk_dim"],
+        Float[Array, "batch kv_heads capacity v_dim"],
+    ]:
+        """All keys and values, heads first."""
+        return keys_by_head(self.key), keys_by_head(self.value)
+
+
+class PagedCache(eqx.Module):
+    """Keys and values in pages; a sequence's pages are listed in its row of a table.
+
+    (Kwon et al. 2023, arXiv 2309.06180.) A block is a few pages that stand next to each
+    other in the table.
+    """
+
+    key_pages: Float[Array, "num_pages page_size kv_heads qk_dim"]
+    value_pages: Float[Array, "num_pages page_size kv_heads v_dim"]
+    page_table: Int[Array, "batch max_pages"]
+    block_size: int = eqx.field(static=True)
+
+    @staticmethod
+    def of(
+        key_pages: Float[Array, "num_pages page_size kv_heads qk_dim"],
+        value_pages: Float[Array, "num_pages page_size kv_heads v_dim"],
+        page_table: Int[Array, "*batch max_pages"],
+        pages_per_block: int,
+    ) -> "PagedCache":
+        """With the batch axes of the table made one."""
+        table = page_table.reshape(
+            math.prod(page_table.shape[:-1]), page_table.shape[-1]
+        )
+        block_size = pages_per_block * key_pages.shape[1]
+        return PagedCache(key_pages, value_pages, table.astype(jnp.int32), block_size)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.key_pages.shape[-2]
+
+    @property
+    def qk_dim(self) -> int:
+        """The width of a key."""
+        return self.key_pages.shape[-1]
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence may have."""
+        return self.page_table.shape[1] * self.key_pages.shape[1]
+
+    def block(
+        self, sequence: Int[Array, ""], block: Int[Array, ""]
+    ) -> tuple[
+        Float[Array, "1 kv_heads size qk_dim"], Float[Array, "1 kv_heads size v_dim"]
+    ]:
+        """Keys and values of one block, heads first."""
+        row = lax.dynamic_slice_in_dim(self.page_table, sequence, 1, axis=0)
+        count = self.block_size // self.key_pages.shape[1]
+        pages = read_chunk(row, block * count, count, axis=1, fill=0)
+        return self._gather(self.key_pages, pages), self._gather(
+            self.value_pages, pages
+        )
+
+    def contents(
+        self,
+    ) -> tuple[
+        Float[Array, "batch kv_heads capacity qk_dim"],
+        Float[Array, "batch kv_heads capacity v_dim"],
+    ]:
+        """All keys and values, heads first; unused entries of the table hold any."""
+        return (
+            self._gather(self.key_pages, self.page_table),
+            self._gather(self.value_pages, self.page_table),
+        )
+
+    def _gather(
+        self,
+        pages: Float[Array, "num_pages page_size kv_heads dim"],
+        table: Int[Array, "batch count"],
+    ) -> Float[Array, "batch kv_heads size dim"]:
+        # Unused entries may be any number: what they bring in has no weight.
+        index = jnp.clip(table, 0, pages.shape[0] - 1)
+        rows = jnp.take(pages, index, axis=0, mode="clip")
+        return keys_by_head(
+            rows.reshape(rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:])
+        )
+
+
+Cache: TypeAlias = ContiguousCache | PagedCache
+
+
+def one_batch(x: Float[Array, "*batch capacity kv_heads dim"]) -> Array:
+    """One batch axis in place of any number."""
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])

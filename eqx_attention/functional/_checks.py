@@ -1,0 +1,107 @@
+"""What shape strings cannot say of the arguments, said in sentences of its own."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from .._typing import debug_error_if
+
+
+def both_sides(
+    name: str, q: Array | None, kv: Array | None, query: Array, key: Array
+) -> tuple[Array | None, Array | None]:
+    """One given alone serves both sides, if these are of one length."""
+    if (q is None) == (kv is None):
+        return q, kv
+    if query.shape[-3] != key.shape[-3]:
+        kinds = ("q", "kv" if name == "segment_ids" else "k")
+        names = [f"{kinds[0]}_{name}", f"{kinds[1]}_{name}"]
+        if name == "cum_seqlens":
+            names = ["cum_seqlens_q", "cum_seqlens_k"]
+        given, missing = names if kv is None else names[::-1]
+        raise ValueError(
+            f"{missing} is missing: {given} alone serves both sides only if query and "
+            f"key are of one length, and they are {query.shape[-3]} and {key.shape[-3]}"
+        )
+    both = kv if q is None else q
+    return both, both
+
+
+def check_offsets(
+    name: str, offsets: Int[Array, " offsets"], length: int
+) -> Int[Array, " offsets"]:
+    """Offsets as int32, which begin at 0, do not fall and end within the length."""
+    offsets = offsets.astype(jnp.int32)
+    wrong = (offsets[0] != 0) | jnp.any(jnp.diff(offsets) < 0) | (offsets[-1] > length)
+    return debug_error_if(
+        offsets, wrong, f"{name} must begin at 0, not fall, and end by {length}"
+    )
+
+
+def check_heads(q_heads: int, kv_heads: int, qk_dim: int) -> None:
+    """Query heads are shared out evenly over key heads, and heads have a width."""
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(
+            f"query has {q_heads} heads, which is not a multiple of key's {kv_heads} "
+            "heads"
+        )
+    if qk_dim == 0:
+        raise ValueError("query has heads of width 0, but needs a width of 1 or more")
+
+
+def check_pages(key_pages: Array) -> None:
+    """There is a page, and it holds something."""
+    if 0 in key_pages.shape[:2]:
+        raise ValueError(
+            f"key_pages has shape {key_pages.shape}, but needs at least one page with "
+            "at least one slot"
+        )
+
+
+def check_softmax_aux(softmax_aux: Array | None, q_heads: int) -> None:
+    """Sink logits stand for all heads or for each."""
+    if softmax_aux is not None and (
+        softmax_aux.ndim not in (1, 2)
+        or (softmax_aux.ndim == 2 and softmax_aux.shape[0] != q_heads)
+    ):
+        raise ValueError(
+            f"softmax_aux has shape {softmax_aux.shape}, but needs (num_sinks,) or "
+            f"({q_heads}, num_sinks), as query has {q_heads} heads"
+        )
+
+
+def check_sink_bias(
+    sink_bias: Array | None, num_sink_tokens: int, q_heads: int
+) -> None:
+    """The bias of the sink tokens has a number for each of them."""
+    if sink_bias is not None and sink_bias.shape not in (
+        (num_sink_tokens,),
+        (q_heads, num_sink_tokens),
+    ):
+        raise ValueError(
+            f"sink_bias has shape {sink_bias.shape}, but needs ({num_sink_tokens},) or "
+            f"({q_heads}, {num_sink_tokens}), as num_sink_tokens is {num_sink_tokens} "
+            f"and query has {q_heads} heads"
+        )
+
+
+def logits_shape(query: Array, key: Array) -> tuple[int, ...]:
+    """`*batch q_heads q_len kv_len`."""
+    return (*key.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+
+
+def check_broadcasts(
+    name: str, x: Array | None, shape: tuple[int, ...], kv_heads: int
+) -> None:
+    """A mask or a bias broadcasts to the logits; its heads may be those of the keys."""
+    if x is None:
+        return
+    fits = x.ndim <= len(shape)
+    for back in range(1, min(x.ndim, len(shape)) + 1):
+        sizes = (1, shape[-back], kv_heads if back == 3 else 1)
+        fits = fits and x.shape[-back] in sizes
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {x.shape}, which does not broadcast to "
+            f"(*batch, q_heads, q_len, kv_len) = {shape}"
+            + ("" if kv_heads == shape[-3] else f" (or with {kv_heads} kv_heads)")
+        )

@@ -1,0 +1,192 @@
+"""Flash attention as one function with derivatives of its own.
+
+In reverse mode the derivative is the chunked backward pass. Derivatives of that, and
+forward-mode derivatives on the way to them, are those of `attend_rows`, by JAX.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._config import ChunkSizes
+from .._jax import vary_together, vjp
+from ._batch import map_batch
+from ._block import attend_block, attend_rows, whole
+from ._dropout import Dropout
+from ._flash_backward import Wanted, backward
+from ._flash_forward import forward
+from ._inputs import Operands, Problem
+from ._logits import LogitRules, ScoreParameters
+from ._online_softmax import SoftmaxState
+from ._visibility import Visibility
+
+
+def flash_state(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
+    """The state of every query after all keys."""
+    if problem.is_empty:
+        return attend_block(problem, whole(problem))[0]
+    q_len, kv_len = problem.operands.query.shape[3], problem.operands.key.shape[2]
+    sizes = ChunkSizes(min(sizes.query, q_len), min(sizes.key, kv_len))
+    problem = vary_together(problem)
+    chunks = -(-q_len // sizes.query) * -(-kv_len // sizes.key)
+    if problem.rules.visibility.differs_in_batch and chunks > 1:
+        return _map_batch(problem, sizes)
+    return _core(problem, sizes)
+
+
+def _core(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
+    state = _attend(problem.operands, problem.rules, problem.dropout, sizes)
+    return SoftmaxState(
+        state.numerator, jax.lax.stop_gradient(state.max_logits), state.denominator
+    )
+
+
+def _map_batch(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
+    """One batch element after the other, so that each walks its own chunks only."""
+    operands, rules, dropout = problem.operands, problem.rules, problem.dropout
+
+    def one(
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None,
+        visibility: Visibility,
+        batch_index: Array | None,
+    ) -> SoftmaxState:
+        shared = operands.parameters
+        parameters = ScoreParameters(shared.scale, bias, shared.sink_bias)
+        own_dropout = dropout
+        if dropout is not None and batch_index is not None:
+            own_dropout = Dropout(dropout.key, batch_index, dropout.prob)
+        element = Problem(
+            Operands(query, key, value, parameters),
+            rules.with_visibility(visibility),
+            own_dropout,
+        )
+        return _core(element, sizes)
+
+    return map_batch(
+        one,
+        operands.query,
+        operands.key,
+        operands.value,
+        operands.parameters.bias,
+        rules.visibility,
+        None if dropout is None else dropout.batch_index,
+        batch=operands.query.shape[0],
+    )
+
+
+@eqx.filter_custom_vjp
+def _attend(
+    operands: Operands, rules: LogitRules, dropout: Dropout | None, sizes: ChunkSizes
+) -> SoftmaxState:
+    return _forward(operands, rules=rules, dropout=dropout, sizes=sizes)
+
+
+@_attend.def_fwd
+def _attend_fwd(
+    perturbed: PyTree[bool],
+    operands: Operands,
+    rules: LogitRules,
+    dropout: Dropout | None,
+    sizes: ChunkSizes,
+) -> tuple[SoftmaxState, Float[Array, "..."]]:
+    del perturbed
+    state = _forward(operands, rules=rules, dropout=dropout, sizes=sizes)
+    return state, state.max_logits
+
+
+@_attend.def_bwd
+def _attend_bwd(
+    max_logits: Float[Array, "..."],
+    cotangent: PyTree,
+    perturbed: PyTree[bool],
+    operands: Operands,
+    rules: LogitRules,
+    dropout: Dropout | None,
+    sizes: ChunkSizes,
+) -> Operands:
+    parameters = perturbed.parameters
+    wanted = Wanted(
+        bool(parameters.scale), bool(parameters.bias), bool(parameters.sink_bias)
+    )
+    numerator, denominator = cotangent.numerator, cotangent.denominator
+    if numerator is None:
+        shape = (*max_logits.shape, operands.value.shape[-1])
+        numerator = jnp.zeros(shape, max_logits.dtype)
+    if denominator is None:
+        denominator = jnp.zeros_like(max_logits)
+    cotangent = SoftmaxState(numerator, max_logits, denominator)
+    return _backward(
+        operands, cotangent, rules=rules, dropout=dropout, sizes=sizes, wanted=wanted
+    )
+
+
+@eqx.filter_custom_jvp
+def _forward(
+    operands: Operands, *, rules: LogitRules, dropout: Dropout | None, sizes: ChunkSizes
+) -> SoftmaxState:
+    return forward(Problem(operands, rules, dropout), sizes)
+
+
+@_forward.def_jvp
+def _forward_jvp(
+    primals: tuple[Operands],
+    tangents: tuple[PyTree],
+    *,
+    rules: LogitRules,
+    dropout: Dropout | None,
+    sizes: ChunkSizes,
+) -> tuple[SoftmaxState, PyTree]:
+    def plain(operands: Operands) -> SoftmaxState:
+        return attend_rows(Problem(operands, rules, dropout))
+
+    state = _forward(*primals, rules=rules, dropout=dropout, sizes=sizes)
+    return state, eqx.filter_jvp(plain, primals, tangents)[1]
+
+
+@eqx.filter_custom_jvp
+def _backward(
+    operands: Operands,
+    cotangent: SoftmaxState,
+    *,
+    rules: LogitRules,
+    dropout: Dropout | None,
+    sizes: ChunkSizes,
+    wanted: Wanted,
+) -> Operands:
+    problem = Problem(operands, rules, dropout)
+    return backward(problem, sizes, wanted, cotangent.max_logits, cotangent)
+
+
+@_backward.def_jvp
+def _backward_jvp(
+    primals: tuple[Operands, SoftmaxState],
+    tangents: tuple[PyTree, PyTree],
+    *,
+    rules: LogitRules,
+    dropout: Dropout | None,
+    sizes: ChunkSizes,
+    wanted: Wanted,
+) -> tuple[Operands, PyTree]:
+    def plain(operands: Operands, cotangent: SoftmaxState) -> Operands:
+        free = Operands(
+            operands.query,
+            operands.key,
+            operands.value,
+            wanted.of(operands.parameters),
+        )
+
+        def state(free: Operands) -> SoftmaxState:
+            full = eqx.combine(free, operands)
+            return attend_rows(Problem(full, rules, dropout))
+
+        (gradient,) = vjp(state, free)[1](cotangent)
+        return gradient
+
+    gradient = _backward(
+        *primals, rules=rules, dropout=dropout, sizes=sizes, wanted=wanted
+    )
+    return gradient, eqx.filter_jvp(plain, primals, tangents)[1]

@@ -1,0 +1,309 @@
+"""From what a caller writes to what the backends compute with."""
+
+import math
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
+
+from .._config import (
+    Alignment,
+    Precision,
+    check_dropout_prob,
+    check_logits_dtype,
+    check_num_sink_tokens,
+    check_soft_cap,
+    window_bounds,
+)
+from .._jax import accumulation_dtype
+from .._typing import Window
+from ._checks import (
+    both_sides,
+    check_broadcasts,
+    check_heads,
+    check_offsets,
+    check_sink_bias,
+    check_softmax_aux,
+    logits_shape,
+)
+from ._dropout import Dropout
+from ._layout import (
+    flat_batch,
+    keys_by_head,
+    matrix,
+    per_head,
+    queries_by_head,
+    queries_by_position,
+    rows_by_head,
+)
+from ._logits import LogitRules, ScoreParameters
+from ._online_softmax import SoftmaxState, absorb_sinks, finish
+from ._visibility import Positions, Visibility
+
+
+class Operands(eqx.Module):
+    """All that has a gradient, heads before lengths, batch axes made one."""
+
+    query: Float[Array, "batch kv_heads group q_len qk_dim"]
+    key: Float[Array, "batch kv_heads kv_len qk_dim"]
+    value: Float[Array, "batch kv_heads kv_len v_dim"]
+    parameters: ScoreParameters
+
+    @property
+    def accumulator(self) -> DTypeLike:
+        """The dtype of running sums: float32 or wider."""
+        return accumulation_dtype(self.query, self.key, self.value)
+
+
+class Problem(eqx.Module):
+    """One attention, as the backends see it."""
+
+    operands: Operands
+    rules: LogitRules
+    dropout: Dropout | None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no batch, no query or no key."""
+        return 0 in (*self.operands.query.shape[:4], self.operands.key.shape[2])
+
+    def with_query(
+        self, query: Float[Array, "batch kv_heads group q_size qk_dim"]
+    ) -> "Problem":
+        """The same with other queries, such as a part of them."""
+        operands = self.operands
+        operands = Operands(query, operands.key, operands.value, operands.parameters)
+        return Problem(operands, self.rules, self.dropout)
+
+
+class Inputs(eqx.Module):
+    """The arguments that standard and flash attention share, checked.
+
+    All that a shape string cannot say is said here, while tracing.
+    """
+
+    query: Float[Array, "*batch q_len q_heads qk_dim"]
+    key: Float[Array, "*batch kv_len kv_heads qk_dim"]
+    value: Float[Array, "*batch kv_len kv_heads v_dim"]
+    mask: Bool[Array, "..."] | Int[Array, "..."] | None
+    bias: Float[Array, "..."] | None
+    softmax_aux: Float[Array, "..."] | None
+    sink_bias: Float[Array, "..."] | None
+    q_segment_ids: Int[Array, "..."] | None
+    kv_segment_ids: Int[Array, "..."] | None
+    cum_seqlens_q: Int[Array, " offsets"] | None
+    cum_seqlens_k: Int[Array, " offsets"] | None
+    query_offset: Int[Array, "..."] | None
+    softmax_scale: Float[Array, ""]
+    dropout_key: PRNGKeyArray | None
+    causal: bool = eqx.field(static=True)
+    sliding_window: tuple[int | None, int | None] = eqx.field(static=True)
+    alignment: Alignment = eqx.field(static=True)
+    num_sink_tokens: int = eqx.field(static=True)
+    logits_soft_cap: float | None = eqx.field(static=True)
+    dropout_prob: float = eqx.field(static=True)
+    logits_dtype: DTypeLike = eqx.field(static=True)
+    precision: Precision = eqx.field(static=True)
+
+    def __init__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        mask: Array | None,
+        bias: Array | None,
+        softmax_aux: Array | None,
+        num_sink_tokens: int,
+        sink_bias: Array | None,
+        causal: bool,
+        sliding_window: Window | None,
+        alignment: Alignment,
+        query_offset: int | Array | None,
+        q_segment_ids: Array | None,
+        kv_segment_ids: Array | None,
+        cum_seqlens_q: Array | None,
+        cum_seqlens_k: Array | None,
+        softmax_scale: float | Array | None,
+        logits_soft_cap: float | None,
+        dropout_prob: float,
+        dropout_key: PRNGKeyArray | None,
+        logits_dtype: DTypeLike,
+        precision: Precision,
+    ) -> None:
+        check_heads(query.shape[-2], key.shape[-2], query.shape[-1])
+        check_num_sink_tokens(num_sink_tokens)
+        check_soft_cap(logits_soft_cap)
+        check_dropout_prob(dropout_prob)
+        check_logits_dtype(logits_dtype)
+        if dropout_prob > 0 and dropout_key is None:
+            raise ValueError(
+                f"dropout_prob is {dropout_prob}, but dropout_key is None: dropout "
+                "needs a PRNG key"
+            )
+        check_softmax_aux(softmax_aux, query.shape[-2])
+        check_sink_bias(sink_bias, num_sink_tokens, query.shape[-2])
+        shape = logits_shape(query, key)
+        check_broadcasts("mask", mask, shape, key.shape[-2])
+        check_broadcasts("bias", bias, shape, key.shape[-2])
+        q_segment_ids, kv_segment_ids = both_sides(
+            "segment_ids", q_segment_ids, kv_segment_ids, query, key
+        )
+        cum_seqlens_q, cum_seqlens_k = both_sides(
+            "cum_seqlens", cum_seqlens_q, cum_seqlens_k, query, key
+        )
+        if q_segment_ids is not None and cum_seqlens_q is not None:
+            raise ValueError(
+                "cum_seqlens_q and q_segment_ids are both given, but each says which "
+                "tokens belong together: give one of them"
+            )
+        if (
+            cum_seqlens_q is not None
+            and cum_seqlens_k is not None
+            and cum_seqlens_q.shape != cum_seqlens_k.shape
+        ):
+            raise ValueError(
+                f"cum_seqlens_q has {cum_seqlens_q.shape[0]} offsets and cum_seqlens_k "
+                f"{cum_seqlens_k.shape[0]}, but both need one for each sequence and "
+                "one more"
+            )
+        if cum_seqlens_q is not None and cum_seqlens_q.shape[0] == 0:
+            raise ValueError(
+                "cum_seqlens_q has no offsets, but needs one for each sequence and one "
+                "more: [0] means no sequence"
+            )
+        self.query, self.key, self.value = query, key, value
+        self.mask, self.bias, self.softmax_aux = mask, bias, softmax_aux
+        self.sink_bias = None if num_sink_tokens == 0 else sink_bias
+        self.q_segment_ids, self.kv_segment_ids = q_segment_ids, kv_segment_ids
+        self.cum_seqlens_q, self.cum_seqlens_k = cum_seqlens_q, cum_seqlens_k
+        self.query_offset = (
+            None if query_offset is None else jnp.asarray(query_offset, jnp.int32)
+        )
+        self.softmax_scale = scale_array(softmax_scale, query)
+        self.dropout_key = None if dropout_prob == 0 else dropout_key
+        self.causal, self.alignment = causal, alignment
+        self.sliding_window = window_bounds(sliding_window)
+        self.num_sink_tokens = num_sink_tokens
+        self.logits_soft_cap = logits_soft_cap
+        self.dropout_prob = float(dropout_prob)
+        self.logits_dtype = softmax_dtype(logits_dtype, query)
+        self.precision = precision
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The leading axes."""
+        return self.query.shape[:-3]
+
+    def problem(self) -> Problem:
+        """The same attention with heads before lengths and one batch axis."""
+        kv_heads = self.key.shape[-2]
+        operands = Operands(
+            queries_by_head(self.query, kv_heads),
+            keys_by_head(self.key),
+            keys_by_head(self.value),
+            ScoreParameters(
+                self.softmax_scale,
+                matrix(self.bias, self.batch_shape, self.query.shape[-2], kv_heads),
+                per_head(self.sink_bias, self.query.shape[-2], kv_heads),
+            ),
+        )
+        rules = LogitRules(
+            self._visibility(),
+            self.logits_soft_cap,
+            self.logits_dtype,
+            self.precision,
+        )
+        dropout = None
+        if self.dropout_key is not None:
+            batch = operands.query.shape[0]
+            dropout = Dropout(
+                self.dropout_key, jnp.arange(batch, dtype=jnp.int32), self.dropout_prob
+            )
+        return Problem(operands, rules, dropout)
+
+    def results(self, state: SoftmaxState) -> tuple[Array, Array]:
+        """Output and lse, in the caller's layout and dtype."""
+        out, lse = finish(self.with_sinks(state))
+        out = queries_by_position(out, self.batch_shape).astype(self.query.dtype)
+        return out, rows_by_head(lse, self.batch_shape)
+
+    def with_sinks(self, state: SoftmaxState) -> SoftmaxState:
+        """The state after the sink logits as well; they count once, whatever walked."""
+        sinks = per_head(self.softmax_aux, self.query.shape[-2], self.key.shape[-2])
+        return state if sinks is None else absorb_sinks(state, sinks[None, :, :, None])
+
+    def _visibility(self) -> Visibility:
+        q_len, kv_len = self.query.shape[-3], self.key.shape[-3]
+        left, right = self.sliding_window
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        offset = self._offset(q_len, kv_len)
+        q_within = kv_within = segments = None
+        if self.cum_seqlens_q is not None and self.cum_seqlens_k is not None:
+            segments, q_within, kv_within = self._packed(q_len, kv_len)
+        elif self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            segments = (
+                flat_batch(self.q_segment_ids.astype(jnp.int32), self.batch_shape, 1),
+                flat_batch(self.kv_segment_ids.astype(jnp.int32), self.batch_shape, 1),
+            )
+        return Visibility(
+            q_positions=Positions(offset, q_within),
+            kv_positions=Positions(jnp.zeros(1, jnp.int32), kv_within),
+            segments=segments,
+            mask=matrix(
+                self.mask, self.batch_shape, self.query.shape[-2], self.key.shape[-2]
+            ),
+            kv_range=None,
+            kv_len=kv_len,
+            left=left,
+            right=right,
+            num_sink_tokens=self.num_sink_tokens,
+        )
+
+    def _offset(self, q_len: int, kv_len: int) -> Int[Array, " batch"]:
+        if self.query_offset is not None:
+            return flat_batch(self.query_offset, self.batch_shape, 0)
+        aligned = self.alignment is Alignment.BOTTOM_RIGHT
+        if aligned and self.cum_seqlens_q is None:
+            return jnp.full(1, kv_len - q_len, jnp.int32)
+        return jnp.zeros(1, jnp.int32)
+
+    def _packed(
+        self, q_len: int, kv_len: int
+    ) -> tuple[tuple[Array, Array], Array, Array]:
+        """Segments, of queries and of keys; positions of queries; positions of keys."""
+        assert self.cum_seqlens_q is not None and self.cum_seqlens_k is not None
+        starts_q = check_offsets("cum_seqlens_q", self.cum_seqlens_q, q_len)
+        starts_k = check_offsets("cum_seqlens_k", self.cum_seqlens_k, kv_len)
+        q_ids, q_within = _sequences(starts_q, q_len)
+        kv_ids, kv_within = _sequences(starts_k, kv_len)
+        if self.alignment is Alignment.BOTTOM_RIGHT and self.query_offset is None:
+            extra = jnp.diff(starts_k) - jnp.diff(starts_q)
+            if extra.shape[0] > 0:
+                q_within = q_within + jnp.take(extra, jnp.maximum(q_ids, 0), axis=0)
+        return (q_ids[None], kv_ids[None]), q_within[None], kv_within[None]
+
+
+def _sequences(starts: Int[Array, " offsets"], length: int) -> tuple[Array, Array]:
+    """The sequence of each token, -1 for padding, and its position within it."""
+    index = jnp.arange(length, dtype=jnp.int32)
+    ids = jnp.searchsorted(starts, index, side="right").astype(jnp.int32) - 1
+    within = index - jnp.take(starts, jnp.maximum(ids, 0), axis=0)
+    return jnp.where(ids < starts.shape[0] - 1, ids, -1), within
+
+
+def scale_array(softmax_scale: float | Array | None, query: Array) -> Array:
+    """The scale as an array; by default 1 / sqrt(qk_dim)."""
+    dtype = accumulation_dtype(query)
+    if softmax_scale is None:
+        softmax_scale = 1 / math.sqrt(query.shape[-1])
+    if isinstance(softmax_scale, Array):
+        return softmax_scale.astype(dtype)
+    return jnp.asarray(softmax_scale, dtype)
+
+
+def softmax_dtype(logits_dtype: DTypeLike, query: Array) -> DTypeLike:
+    """The dtype of logits: a float64 query is not cut to a default of float32."""
+    dtype = jnp.dtype(logits_dtype)
+    return accumulation_dtype(query) if dtype == jnp.float32 else dtype

