@@ -4,7 +4,7 @@ from typing import Literal, Unpack, assert_never, overload
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Integer
 
 from ._backend import Backend, Resolution, resolve
 from ._config import (
@@ -21,6 +21,7 @@ from ._typing import (
     Key,
     KeySegments,
     Mask,
+    Number,
     QueryOffset,
     QuerySegments,
     Scale,
@@ -45,8 +46,8 @@ def attention(
     *,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
-    sequence_start: Int[Array, "*batch"] | None = None,
-    sequence_end: Int[Array, "*batch"] | None = None,
+    sequence_start: Integer[Array, "*batch"] | None = None,
+    sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[CommonOptions],
 ) -> Float[Array, "... q_heads v_dim"]: ...
@@ -58,8 +59,8 @@ def attention(
     *,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
-    sequence_start: Int[Array, "*batch"] | None = None,
-    sequence_end: Int[Array, "*batch"] | None = None,
+    sequence_start: Integer[Array, "*batch"] | None = None,
+    sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: Literal[True],
     **options: Unpack[CommonOptions],
 ) -> tuple[Float[Array, "... q_heads v_dim"], Float[Array, "..."]]: ...
@@ -83,15 +84,15 @@ def attention(
     cum_seqlens_q: CumSeqlens | None = None,
     cum_seqlens_k: CumSeqlens | None = None,
     softmax_scale: Scale | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_prob: float = 0.0,
+    logits_soft_cap: Number | None = None,
+    dropout_prob: Number = 0.0,
     dropout_key: DropoutKey | None = None,
     logits_dtype: DTypeLike = jnp.float32,
     precision: Precision = None,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
-    sequence_start: Int[Array, "*batch"] | None = None,
-    sequence_end: Int[Array, "*batch"] | None = None,
+    sequence_start: Integer[Array, "*batch"] | None = None,
+    sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: bool = False,
 ) -> (
     Float[Array, "... q_heads v_dim"]
@@ -235,8 +236,8 @@ class Attention(eqx.Module):
         kv_segment_ids: KeySegments | None = None,
         cum_seqlens_q: CumSeqlens | None = None,
         cum_seqlens_k: CumSeqlens | None = None,
-        sequence_start: Int[Array, "*batch"] | None = None,
-        sequence_end: Int[Array, "*batch"] | None = None,
+        sequence_start: Integer[Array, "*batch"] | None = None,
+        sequence_end: Integer[Array, "*batch"] | None = None,
         dropout_key: DropoutKey | None = None,
         inference: bool | None = None,
     ) -> Float[Array, "... q_heads v_dim"]:
@@ -282,7 +283,7 @@ class Attention(eqx.Module):
         key: Key,
         value: Value,
         *,
-        sequence_end: Int[Array, "*batch"] | None = None,
+        sequence_end: Integer[Array, "*batch"] | None = None,
     ) -> Resolution:
         """The backend that a call with these arguments uses, and the reason."""
         return resolve(

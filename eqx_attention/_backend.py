@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import math
 
+import jax
 from jaxtyping import Array
 
 _STANDARD_LENGTH = 512
@@ -32,12 +33,12 @@ class Resolution:
 
 
 def resolve(
-    query: Array,
-    key: Array,
-    value: Array | None = None,
+    query: Array | jax.ShapeDtypeStruct,
+    key: Array | jax.ShapeDtypeStruct,
+    value: Array | jax.ShapeDtypeStruct | None = None,
     *,
     backend: Backend = Backend.AUTO,
-    sequence_end: Array | None = None,
+    sequence_end: Array | jax.ShapeDtypeStruct | None = None,
     chunk_sizes: object = None,
 ) -> Resolution:
     """The backend that [`eqx_attention.attention`][] takes for these arguments.
@@ -63,6 +64,12 @@ def resolve(
     if backend is Backend.STANDARD and chunk_sizes is not None:
         raise ValueError(
             "chunk_sizes are given, but backend is STANDARD, which has no chunks"
+        )
+    if sequence_end is None and query.ndim < 3:
+        raise ValueError(
+            f"query has shape {query.shape}, but needs (*batch, q_len, q_heads, "
+            "qk_dim): only decoding, with sequence_end, takes a single token without "
+            "q_len"
         )
     if backend is not Backend.AUTO:
         return Resolution(backend, "it was asked for")

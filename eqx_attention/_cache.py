@@ -2,7 +2,7 @@
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int, Integer
 
 from ._config import check_int
 from ._typing import checked, debug_error_if
@@ -79,7 +79,7 @@ class KVCache(eqx.Module):
         self,
         key: Float[Array, "batch num_rows kv_heads qk_dim"],
         value: Float[Array, "batch num_rows kv_heads v_dim"],
-        num_tokens: Int[Array, " batch"] | None = None,
+        num_tokens: Integer[Array, " batch"] | None = None,
     ) -> "KVCache":
         """The cache with rows written after the tokens of each sequence.
 
@@ -108,6 +108,7 @@ class KVCache(eqx.Module):
             (num_tokens < 0) | (num_tokens > num_rows),
             f"num_tokens must lie between 0 and {num_rows}, the number of rows",
         )
+        num_tokens = jnp.clip(num_tokens, 0, num_rows)
         lengths = self.lengths + num_tokens
         lengths = debug_error_if(
             lengths,

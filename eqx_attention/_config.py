@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ._typing import Window
+from ._typing import Number, Window
 
 Precision: TypeAlias = jax.lax.PrecisionLike
 
@@ -62,9 +62,9 @@ class AttentionConfig:
     causal: bool = False
     alignment: Alignment = Alignment.TOP_LEFT
     sliding_window: Window | None = None
-    softmax_scale: float | None = None
-    logits_soft_cap: float | None = None
-    dropout_prob: float = 0.0
+    softmax_scale: Number | None = None
+    logits_soft_cap: Number | None = None
+    dropout_prob: Number = 0.0
     num_sink_tokens: int = 0
     logits_dtype: DTypeLike = jnp.float32
     precision: Precision = None
@@ -118,7 +118,7 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}, but must be a float")
 
 
-def check_soft_cap(logits_soft_cap: float | None) -> None:
+def check_soft_cap(logits_soft_cap: Number | None) -> None:
     """A soft cap is a positive number."""
     if logits_soft_cap is not None:
         check_number("logits_soft_cap", logits_soft_cap)
@@ -129,7 +129,7 @@ def check_soft_cap(logits_soft_cap: float | None) -> None:
             )
 
 
-def check_dropout_prob(dropout_prob: float) -> None:
+def check_dropout_prob(dropout_prob: Number) -> None:
     """A probability lies between 0 and 1."""
     check_number("dropout_prob", dropout_prob)
     if not 0 <= dropout_prob <= 1:

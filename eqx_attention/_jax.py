@@ -72,26 +72,11 @@ def map_(fn: Callable[[_X], _Out], xs: _X) -> _Out:
     return lax.map(fn, xs)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
 
 
-def cond(
-    pred: bool | Bool[Array, ""],
-    on_true: Callable[[*_Args], _Out],
-    on_false: Callable[[*_Args], _Out],
-    *operands: *_Args,
-) -> _Out:
-    """`lax.cond`: `on_true(*operands)` where `pred`, else `on_false(*operands)`."""
-    return lax.cond(pred, on_true, on_false, *operands)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
-
-
 def vjp(
     fn: Callable[[*_Args], _Out], *primals: *_Args
 ) -> tuple[_Out, Callable[[_Out], tuple[*_Args]]]:
     """`jax.vjp`: `fn(*primals)`, and what takes its cotangent to those of `primals`."""
     return jax.vjp(fn, *primals)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
-
-
-def checkpoint(fn: Callable[_P, _Out]) -> Callable[_P, _Out]:
-    """`jax.checkpoint`: `fn`, computed again in the backward pass, not remembered."""
-    return jax.checkpoint(fn)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
 
 
 def tree_map(fn: Callable[[Array], Array], tree: _X) -> _X:
@@ -121,11 +106,18 @@ def vary_like(tree: _X, axes: frozenset[str]) -> _X:
     return jax.tree.map(vary, tree)
 
 
-def psum(x: _X, axes: frozenset[str]) -> _X:
-    """`lax.psum`: the sum of `x` over the mesh axes `axes`, over which it varies."""
-    if not axes:
-        return x
-    return lax.psum(x, tuple(sorted(axes)))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+def error_if(x: Array, wrong: Bool[Array, "..."], message: str) -> Array:
+    """`equinox.error_if`, under `shard_map` too: one device's error is that of all."""
+    wrong = jnp.any(wrong)
+    axes = tuple(sorted(varying_axes(wrong)))
+    if axes:
+        count = lax.psum(wrong.astype(jnp.int32), axes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+        wrong = jnp.asarray(count > 0)
+    if not varying_axes(x):
+        return eqx.error_if(x, wrong, message)
+    # What it returns does not vary, so x itself can't go through it.
+    raised = eqx.error_if(jnp.asarray(False), wrong, message)
+    return jnp.where(raised, jnp.zeros_like(x), x)
 
 
 def vary_together(tree: _X) -> _X:

@@ -4,9 +4,10 @@ import os
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-import equinox as eqx
-from beartype import BeartypeConf, beartype
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, jaxtyped
+from beartype import beartype
+from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray, jaxtyped
+
+from ._jax import error_if
 
 Query: TypeAlias = Float[Array, "*batch q_len q_heads qk_dim"]
 Key: TypeAlias = Float[Array, "*batch kv_len kv_heads qk_dim"]
@@ -17,32 +18,30 @@ Weights: TypeAlias = Float[Array, "*batch q_heads q_len kv_len"]
 
 # These two broadcast to `*batch q_heads q_len kv_len`; their head axis may also be
 # kv_heads, which no shape string can say: `functional/_inputs.py` checks them.
-Mask: TypeAlias = Bool[Array, "..."] | Int[Array, "..."]
+Mask: TypeAlias = Bool[Array, "..."] | Integer[Array, "..."]
 Bias: TypeAlias = Float[Array, "..."]
 
 SinkLogits: TypeAlias = Float[Array, "q_heads num_sinks"] | Float[Array, " num_sinks"]
 SinkBias: TypeAlias = (
     Float[Array, "q_heads num_sink_tokens"] | Float[Array, " num_sink_tokens"]
 )
-Scale: TypeAlias = float | int | Float[Array, ""]
+# An int is a float to a static type checker, but not to one at run time.
+Number: TypeAlias = float | int
+Scale: TypeAlias = Number | Float[Array, ""]
 Window: TypeAlias = int | tuple[int | None, int | None]
-QuerySegments: TypeAlias = Int[Array, "*#batch q_len"]
-KeySegments: TypeAlias = Int[Array, "*#batch kv_len"]
-CumSeqlens: TypeAlias = Int[Array, " num_sequences_plus_one"]
-QueryOffset: TypeAlias = int | Int[Array, "*#batch"]
+QuerySegments: TypeAlias = Integer[Array, "*#batch q_len"]
+KeySegments: TypeAlias = Integer[Array, "*#batch kv_len"]
+CumSeqlens: TypeAlias = Integer[Array, " num_sequences_plus_one"]
+QueryOffset: TypeAlias = int | Integer[Array, "*#batch"]
 KeyPages: TypeAlias = Float[Array, "num_pages page_size kv_heads qk_dim"]
 ValuePages: TypeAlias = Float[Array, "num_pages page_size kv_heads v_dim"]
-PageTable: TypeAlias = Int[Array, "*batch max_pages"]
+PageTable: TypeAlias = Integer[Array, "*batch max_pages"]
 DropoutKey: TypeAlias = PRNGKeyArray
 
 DEBUG = os.environ.get("EQX_ATTENTION_DEBUG", "0").lower() not in ("", "0", "false")
 """True in the debugging mode: every function is type-checked, and values too."""
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_X = TypeVar("_X")
-
-# An int is a float to every static type checker, so it is one here.
-_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def checked(function: _Function) -> _Function:
@@ -51,9 +50,9 @@ def checked(function: _Function) -> _Function:
     The cost is paid while tracing, about 0.1 ms; compiled code holds no trace of it.
     `JAXTYPING_DISABLE=1` turns it off.
     """
-    return jaxtyped(typechecker=_beartype)(function)
+    return jaxtyped(typechecker=beartype)(function)
 
 
-def debug_error_if(x: _X, wrong: Bool[Array, "..."], message: str) -> _X:
+def debug_error_if(x: Array, wrong: Bool[Array, "..."], message: str) -> Array:
     """`x`, which raises `message` at run time where `wrong`, in the debugging mode."""
-    return eqx.error_if(x, wrong, message) if DEBUG else x
+    return error_if(x, wrong, message) if DEBUG else x

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from ._layout import keys_by_head
 from ._tiles import read_chunk
@@ -78,14 +78,14 @@ class PagedCache(eqx.Module):
 
     key_pages: Float[Array, "num_pages page_size kv_heads qk_dim"]
     value_pages: Float[Array, "num_pages page_size kv_heads v_dim"]
-    page_table: Int[Array, "batch max_pages"]
+    page_table: Integer[Array, "batch max_pages"]
     block_size: int = eqx.field(static=True)
 
     @staticmethod
     def of(
         key_pages: Float[Array, "num_pages page_size kv_heads qk_dim"],
         value_pages: Float[Array, "num_pages page_size kv_heads v_dim"],
-        page_table: Int[Array, "*batch max_pages"],
+        page_table: Integer[Array, "*batch max_pages"],
         pages_per_block: int,
     ) -> "PagedCache":
         """With the batch axes of the table made one."""
@@ -138,7 +138,7 @@ class PagedCache(eqx.Module):
     def _gather(
         self,
         pages: Float[Array, "num_pages page_size kv_heads dim"],
-        table: Int[Array, "batch count"],
+        table: Integer[Array, "batch count"],
     ) -> Float[Array, "batch kv_heads size dim"]:
         # Unused entries may be any number: what they bring in has no weight.
         index = jnp.clip(table, 0, pages.shape[0] - 1)

@@ -1,9 +1,10 @@
 """What shape strings cannot say of the arguments, said in sentences of its own."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer, PyTree
 
-from .._typing import debug_error_if
+from .._typing import DEBUG, debug_error_if
 
 
 def both_sides(
@@ -27,7 +28,7 @@ def both_sides(
 
 
 def check_offsets(
-    name: str, offsets: Int[Array, " offsets"], length: int
+    name: str, offsets: Integer[Array, " offsets"], length: int
 ) -> Int[Array, " offsets"]:
     """Offsets as int32, which begin at 0, do not fall and end within the length."""
     offsets = offsets.astype(jnp.int32)
@@ -105,3 +106,19 @@ def check_broadcasts(
             f"(*batch, q_heads, q_len, kv_len) = {shape}"
             + ("" if kv_heads == shape[-3] else f" (or with {kv_heads} kv_heads)")
         )
+
+
+def debug_check_nan(out: Array, inputs: PyTree) -> Array:
+    """`out`; in the debugging mode, NaN that came from finite inputs is an error."""
+    if not DEBUG:
+        return out
+    finite = jnp.asarray(True)
+    for x in jax.tree.leaves(inputs):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            # Minus infinity in a bias forbids a pair, which is no fault.
+            finite = finite & jnp.all(jnp.isfinite(x) | jnp.isneginf(x))
+    return debug_error_if(
+        out,
+        finite & jnp.any(jnp.isnan(out)),
+        "the output holds NaN, though query, key, value, bias and sinks do not",
+    )

@@ -2,7 +2,7 @@
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Integer
 
 from .._config import (
     Precision,
@@ -12,9 +12,15 @@ from .._config import (
     check_soft_cap,
     window_bounds,
 )
-from .._typing import Window, debug_error_if
+from .._typing import Number, Window, debug_error_if
 from ._caches import Cache
-from ._checks import check_broadcasts, check_heads, check_sink_bias, check_softmax_aux
+from ._checks import (
+    check_broadcasts,
+    check_heads,
+    check_sink_bias,
+    check_softmax_aux,
+    debug_check_nan,
+)
 from ._decode_core import decode_state
 from ._inputs import scale_array, softmax_dtype
 from ._layout import (
@@ -35,16 +41,16 @@ class DecodeInputs(eqx.Module):
 
     query: Float[Array, "*batch q_len q_heads qk_dim"]
     cache: Cache
-    sequence_start: Int[Array, "*batch"]
-    sequence_end: Int[Array, "*batch"]
-    mask: Bool[Array, "..."] | Int[Array, "..."] | None
+    sequence_start: Integer[Array, "*batch"]
+    sequence_end: Integer[Array, "*batch"]
+    mask: Bool[Array, "..."] | Integer[Array, "..."] | None
     bias: Float[Array, "..."] | None
     softmax_aux: Float[Array, "..."] | None
     sink_bias: Float[Array, "..."] | None
     softmax_scale: Float[Array, ""]
     sliding_window: tuple[int | None, int | None] = eqx.field(static=True)
     num_sink_tokens: int = eqx.field(static=True)
-    logits_soft_cap: float | None = eqx.field(static=True)
+    logits_soft_cap: Number | None = eqx.field(static=True)
     logits_dtype: DTypeLike = eqx.field(static=True)
     precision: Precision = eqx.field(static=True)
     one_token: bool = eqx.field(static=True)
@@ -57,8 +63,8 @@ class DecodeInputs(eqx.Module):
         sequence_end: Array,
         *,
         sliding_window: Window | None,
-        softmax_scale: float | Array | None,
-        logits_soft_cap: float | None,
+        softmax_scale: Number | Array | None,
+        logits_soft_cap: Number | None,
         softmax_aux: Array | None,
         num_sink_tokens: int,
         sink_bias: Array | None,
@@ -126,6 +132,7 @@ class DecodeInputs(eqx.Module):
             state = absorb_sinks(state, sinks[None, :, :, None])
         out, lse = finish(state)
         out = queries_by_position(out, batch_shape).astype(self.query.dtype)
+        out = debug_check_nan(out, self)
         lse = rows_by_head(lse, batch_shape)
         return (out[..., 0, :, :], lse[..., 0]) if self.one_token else (out, lse)
 
@@ -154,6 +161,7 @@ class DecodeInputs(eqx.Module):
                 self.cache.kv_heads,
             ),
             kv_range=(start, end),
+            q_len=q_len,
             kv_len=capacity,
             left=left,
             right=0 if right is None else min(right, 0),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
+from .._typing import Number
 from ._tiles import Layout, Tile
 
 
@@ -23,7 +24,7 @@ class Dropout(eqx.Module):
 
     key: PRNGKeyArray
     batch_index: Int[Array, " batch"]
-    prob: float = eqx.field(static=True)
+    prob: Number = eqx.field(static=True)
 
     @property
     def kept_scale(self) -> float:

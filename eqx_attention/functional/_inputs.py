@@ -4,7 +4,7 @@ import math
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Integer, PRNGKeyArray
 
 from .._config import (
     Alignment,
@@ -16,7 +16,7 @@ from .._config import (
     window_bounds,
 )
 from .._jax import accumulation_dtype
-from .._typing import Window
+from .._typing import Number, Window
 from ._checks import (
     both_sides,
     check_broadcasts,
@@ -24,6 +24,7 @@ from ._checks import (
     check_offsets,
     check_sink_bias,
     check_softmax_aux,
+    debug_check_nan,
     logits_shape,
 )
 from ._dropout import Dropout
@@ -85,23 +86,23 @@ class Inputs(eqx.Module):
     query: Float[Array, "*batch q_len q_heads qk_dim"]
     key: Float[Array, "*batch kv_len kv_heads qk_dim"]
     value: Float[Array, "*batch kv_len kv_heads v_dim"]
-    mask: Bool[Array, "..."] | Int[Array, "..."] | None
+    mask: Bool[Array, "..."] | Integer[Array, "..."] | None
     bias: Float[Array, "..."] | None
     softmax_aux: Float[Array, "..."] | None
     sink_bias: Float[Array, "..."] | None
-    q_segment_ids: Int[Array, "..."] | None
-    kv_segment_ids: Int[Array, "..."] | None
-    cum_seqlens_q: Int[Array, " offsets"] | None
-    cum_seqlens_k: Int[Array, " offsets"] | None
-    query_offset: Int[Array, "..."] | None
+    q_segment_ids: Integer[Array, "..."] | None
+    kv_segment_ids: Integer[Array, "..."] | None
+    cum_seqlens_q: Integer[Array, " offsets"] | None
+    cum_seqlens_k: Integer[Array, " offsets"] | None
+    query_offset: Integer[Array, "..."] | None
     softmax_scale: Float[Array, ""]
     dropout_key: PRNGKeyArray | None
     causal: bool = eqx.field(static=True)
     sliding_window: tuple[int | None, int | None] = eqx.field(static=True)
     alignment: Alignment = eqx.field(static=True)
     num_sink_tokens: int = eqx.field(static=True)
-    logits_soft_cap: float | None = eqx.field(static=True)
-    dropout_prob: float = eqx.field(static=True)
+    logits_soft_cap: Number | None = eqx.field(static=True)
+    dropout_prob: Number = eqx.field(static=True)
     logits_dtype: DTypeLike = eqx.field(static=True)
     precision: Precision = eqx.field(static=True)
 
@@ -124,9 +125,9 @@ class Inputs(eqx.Module):
         kv_segment_ids: Array | None,
         cum_seqlens_q: Array | None,
         cum_seqlens_k: Array | None,
-        softmax_scale: float | Array | None,
-        logits_soft_cap: float | None,
-        dropout_prob: float,
+        softmax_scale: Number | Array | None,
+        logits_soft_cap: Number | None,
+        dropout_prob: Number,
         dropout_key: PRNGKeyArray | None,
         logits_dtype: DTypeLike,
         precision: Precision,
@@ -226,6 +227,7 @@ class Inputs(eqx.Module):
         """Output and lse, in the caller's layout and dtype."""
         out, lse = finish(self.with_sinks(state))
         out = queries_by_position(out, self.batch_shape).astype(self.query.dtype)
+        out = debug_check_nan(out, self)
         return out, rows_by_head(lse, self.batch_shape)
 
     def with_sinks(self, state: SoftmaxState) -> SoftmaxState:
@@ -255,6 +257,7 @@ class Inputs(eqx.Module):
                 self.mask, self.batch_shape, self.query.shape[-2], self.key.shape[-2]
             ),
             kv_range=None,
+            q_len=q_len,
             kv_len=kv_len,
             left=left,
             right=right,
@@ -293,7 +296,7 @@ def _sequences(starts: Int[Array, " offsets"], length: int) -> tuple[Array, Arra
     return jnp.where(ids < starts.shape[0] - 1, ids, -1), within
 
 
-def scale_array(softmax_scale: float | Array | None, query: Array) -> Array:
+def scale_array(softmax_scale: Number | Array | None, query: Array) -> Array:
     """The scale as an array; by default 1 / sqrt(qk_dim)."""
     dtype = accumulation_dtype(query)
     if softmax_scale is None:

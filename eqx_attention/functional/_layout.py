@@ -76,5 +76,5 @@ def per_head(
     """Numbers for all heads, or for each, as numbers for each."""
     if x is None:
         return None
-    each = jnp.broadcast_to(x.reshape((-1, x.shape[-1])), (q_heads, x.shape[-1]))
+    each = jnp.broadcast_to(jnp.atleast_2d(x), (q_heads, x.shape[-1]))
     return each.reshape(kv_heads, q_heads // kv_heads, x.shape[-1])

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 
 from .._config import Precision
 from .._jax import accumulation_dtype, einsum
+from .._typing import Number
 from ._tiles import Layout, Tile
 from ._visibility import Visibility
 
@@ -36,7 +37,7 @@ class LogitRules(eqx.Module):
     """How logits are made and which are left out: nothing here has a gradient."""
 
     visibility: Visibility
-    logits_soft_cap: float | None = eqx.field(static=True)
+    logits_soft_cap: Number | None = eqx.field(static=True)
     dtype: DTypeLike = eqx.field(static=True)
     precision: Precision = eqx.field(static=True)
 

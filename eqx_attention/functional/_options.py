@@ -14,6 +14,7 @@ from .._typing import (
     DropoutKey,
     KeySegments,
     Mask,
+    Number,
     QueryOffset,
     QuerySegments,
     Scale,
@@ -33,7 +34,7 @@ class ScoreOptions(TypedDict, total=False):
     sink_bias: SinkBias | None
     sliding_window: Window | None
     softmax_scale: Scale | None
-    logits_soft_cap: float | None
+    logits_soft_cap: Number | None
     logits_dtype: DTypeLike
     precision: Precision
 
@@ -48,5 +49,5 @@ class CommonOptions(ScoreOptions, total=False):
     kv_segment_ids: KeySegments | None
     cum_seqlens_q: CumSeqlens | None
     cum_seqlens_k: CumSeqlens | None
-    dropout_prob: float
+    dropout_prob: Number
     dropout_key: DropoutKey | None

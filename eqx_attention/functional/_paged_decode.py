@@ -3,13 +3,14 @@
 from typing import Literal, Unpack, overload
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Integer
 
 from .._config import Precision
 from .._typing import (
     Bias,
     KeyPages,
     Mask,
+    Number,
     PageTable,
     Scale,
     SinkBias,
@@ -30,8 +31,8 @@ def paged_decode_attention(
     key_pages: KeyPages,
     value_pages: ValuePages,
     page_table: PageTable,
-    sequence_start: Int[Array, "*batch"],
-    sequence_end: Int[Array, "*batch"],
+    sequence_start: Integer[Array, "*batch"],
+    sequence_end: Integer[Array, "*batch"],
     *,
     block_size: int | None = None,
     return_lse: Literal[False] = False,
@@ -43,8 +44,8 @@ def paged_decode_attention(
     key_pages: KeyPages,
     value_pages: ValuePages,
     page_table: PageTable,
-    sequence_start: Int[Array, "*batch"],
-    sequence_end: Int[Array, "*batch"],
+    sequence_start: Integer[Array, "*batch"],
+    sequence_end: Integer[Array, "*batch"],
     *,
     block_size: int | None = None,
     return_lse: Literal[True],
@@ -56,12 +57,12 @@ def paged_decode_attention(
     key_pages: KeyPages,
     value_pages: ValuePages,
     page_table: PageTable,
-    sequence_start: Int[Array, "*batch"],
-    sequence_end: Int[Array, "*batch"],
+    sequence_start: Integer[Array, "*batch"],
+    sequence_end: Integer[Array, "*batch"],
     *,
     sliding_window: Window | None = None,
     softmax_scale: Scale | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: Number | None = None,
     softmax_aux: SinkLogits | None = None,
     num_sink_tokens: int = 0,
     sink_bias: SinkBias | None = None,

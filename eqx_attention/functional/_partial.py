@@ -83,13 +83,23 @@ def merge_attention(outputs: Sequence[Out], lses: Sequence[Lse]) -> tuple[Out, L
     **Returns:** the output, of the dtype of the first, and lse. Both have gradients
     with respect to all outputs and lses.
 
-    **Raises:** `ValueError` if there are no parts, or not as many lses as outputs.
+    **Raises:** `ValueError` if there are no parts, or not as many lses as
+    outputs, or if they are of several shapes.
     """
     if len(outputs) == 0 or len(outputs) != len(lses):
         raise ValueError(
             f"outputs has {len(outputs)} parts and lses {len(lses)}, but both need one "
             "for each part, and there must be a part"
         )
+    shape = outputs[0].shape
+    for out, lse in zip(outputs, lses, strict=True):
+        rows = (*out.shape[:-3], out.shape[-2], out.shape[-3])
+        if out.shape != shape or lse.shape != rows:
+            raise ValueError(
+                f"outputs and lses have a part of shapes {out.shape} and {lse.shape}, "
+                f"but as outputs[0] has {shape}, all need that and "
+                f"{(*shape[:-3], shape[-2], shape[-3])}"
+            )
     stacked = jnp.stack(list(lses))
     highest = finite(lax.stop_gradient(jnp.max(stacked, axis=0)))
     weights = jnp.exp(stacked - highest[None])

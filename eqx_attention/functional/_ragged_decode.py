@@ -3,13 +3,14 @@
 from typing import Literal, Unpack, overload
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Integer
 
 from .._config import Precision
 from .._typing import (
     Bias,
     Key,
     Mask,
+    Number,
     Scale,
     SinkBias,
     SinkLogits,
@@ -27,8 +28,8 @@ def ragged_decode_attention(
     query: Float[Array, "... q_heads qk_dim"],
     key: Key,
     value: Value,
-    sequence_start: Int[Array, "*batch"],
-    sequence_end: Int[Array, "*batch"],
+    sequence_start: Integer[Array, "*batch"],
+    sequence_end: Integer[Array, "*batch"],
     *,
     block_size: int | None = None,
     return_lse: Literal[False] = False,
@@ -39,8 +40,8 @@ def ragged_decode_attention(
     query: Float[Array, "... q_heads qk_dim"],
     key: Key,
     value: Value,
-    sequence_start: Int[Array, "*batch"],
-    sequence_end: Int[Array, "*batch"],
+    sequence_start: Integer[Array, "*batch"],
+    sequence_end: Integer[Array, "*batch"],
     *,
     block_size: int | None = None,
     return_lse: Literal[True],
@@ -51,12 +52,12 @@ def ragged_decode_attention(
     query: Float[Array, "... q_heads qk_dim"],
     key: Key,
     value: Value,
-    sequence_start: Int[Array, "*batch"],
-    sequence_end: Int[Array, "*batch"],
+    sequence_start: Integer[Array, "*batch"],
+    sequence_end: Integer[Array, "*batch"],
     *,
     sliding_window: Window | None = None,
     softmax_scale: Scale | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: Number | None = None,
     softmax_aux: SinkLogits | None = None,
     num_sink_tokens: int = 0,
     sink_bias: SinkBias | None = None,

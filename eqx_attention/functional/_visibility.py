@@ -6,7 +6,7 @@ The chunks of pairs that hold work are found from the same fields in `_schedule.
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from ._tiles import Tile, read_chunk
 
@@ -38,8 +38,9 @@ class Visibility(eqx.Module):
     q_positions: Positions
     kv_positions: Positions
     segments: tuple[Int[Array, "#batch q_len"], Int[Array, "#batch kv_len"]] | None
-    mask: Bool[Array, "..."] | Int[Array, "..."] | None
+    mask: Bool[Array, "..."] | Integer[Array, "..."] | None
     kv_range: tuple[Int[Array, " batch"], Int[Array, " batch"]] | None
+    q_len: int = eqx.field(static=True)
     kv_len: int = eqx.field(static=True)
     left: int | None = eqx.field(static=True)
     right: int | None = eqx.field(static=True)
@@ -97,6 +98,10 @@ class Visibility(eqx.Module):
             terms.append(tile.over_keys(inside))
         elif tile.kv_size != self.kv_len and self.kv_len % tile.kv_size:
             terms.append(tile.over_keys(kv_index < self.kv_len))
+        if tile.q_size != self.q_len and self.q_len % tile.q_size:
+            # Past the last query there is filling, to which a key that no query may
+            # see would else be visible.
+            terms.append(tile.over_queries((tile.q_index < self.q_len)[None]))
         if not terms:
             return None
         allowed = terms[0]
