@@ -124,7 +124,11 @@ class Block(eqx.Module):
 
 
 class SmolLM2(eqx.Module):
-    """A stack of blocks between an embedding and the same embedding, transposed."""
+    """A stack of blocks between an embedding and the same embedding, transposed.
+
+    The two attentions stand here and not in the blocks: `lax.scan` over stacked blocks
+    takes their leaves apart, and `Attention.inference` is one that has no layers.
+    """
 
     token_embd: Float[Array, "vocabulary hidden"]
     blocks: Block

@@ -80,14 +80,14 @@ def problems(draw: Draw) -> tuple[Arrays, dict[str, Any]]:
 
 
 @given(problem=problems(), chunks=st.sampled_from([(2, 3), (4, 2), (16, 16)]))
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=14, deadline=None, derandomize=True, database=None)
 def test_flash(problem: tuple[Arrays, dict[str, Any]], chunks: tuple[int, int]) -> None:
     arrays, options = problem
     check(flash(*chunks), arrays, **options)
 
 
 @given(problem=problems())
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 def test_standard(problem: tuple[Arrays, dict[str, Any]]) -> None:
     arrays, options = problem
     check(eqxa.standard_attention, arrays, **options)
