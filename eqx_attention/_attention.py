@@ -12,6 +12,7 @@ from ._config import (
     AttentionConfig,
     ChunkSizes,
     Precision,
+    check_is_a,
     default_chunk_sizes,
 )
 from ._typing import (
@@ -220,6 +221,12 @@ class Attention(eqx.Module):
     backend: Backend = eqx.field(static=True, default=Backend.AUTO)
     chunk_sizes: ChunkSizes | None = eqx.field(static=True, default=None)
     inference: bool = False
+
+    def __check_init__(self) -> None:
+        check_is_a("config", self.config, AttentionConfig)
+        check_is_a("backend", self.backend, Backend)
+        if self.chunk_sizes is not None:
+            check_is_a("chunk_sizes", self.chunk_sizes, ChunkSizes)
 
     @checked
     def __call__(

@@ -4,8 +4,7 @@ import dataclasses
 import enum
 import math
 
-import jax
-from jaxtyping import Array
+from ._typing import HasShape, checked
 
 _STANDARD_LENGTH = 512
 _STANDARD_LOGITS = 2**26
@@ -32,13 +31,14 @@ class Resolution:
     reason: str
 
 
+@checked
 def resolve(
-    query: Array | jax.ShapeDtypeStruct,
-    key: Array | jax.ShapeDtypeStruct,
-    value: Array | jax.ShapeDtypeStruct | None = None,
+    query: HasShape,
+    key: HasShape,
+    value: HasShape | None = None,
     *,
     backend: Backend = Backend.AUTO,
-    sequence_end: Array | jax.ShapeDtypeStruct | None = None,
+    sequence_end: HasShape | None = None,
     chunk_sizes: object = None,
 ) -> Resolution:
     """The backend that [`eqx_attention.attention`][] takes for these arguments.
@@ -65,7 +65,7 @@ def resolve(
         raise ValueError(
             "chunk_sizes are given, but backend is STANDARD, which has no chunks"
         )
-    if sequence_end is None and query.ndim < 3:
+    if sequence_end is None and len(query.shape) < 3:
         raise ValueError(
             f"query has shape {query.shape}, but needs (*batch, q_len, q_heads, "
             "qk_dim): only decoding, with sequence_end, takes a single token without "

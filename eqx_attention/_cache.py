@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Integer
 
 from ._config import check_int
-from ._typing import checked, debug_error_if
+from ._typing import checked, debug_error_if, int32
 
 
 class KVCache(eqx.Module):
@@ -102,7 +102,7 @@ class KVCache(eqx.Module):
         rows = jnp.arange(num_rows, dtype=jnp.int32)[None]
         if num_tokens is None:
             num_tokens = jnp.full_like(self.lengths, num_rows)
-        num_tokens = num_tokens.astype(jnp.int32)
+        num_tokens = int32("num_tokens", num_tokens)
         num_tokens = debug_error_if(
             num_tokens,
             (num_tokens < 0) | (num_tokens > num_rows),

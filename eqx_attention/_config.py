@@ -2,15 +2,20 @@
 
 import dataclasses
 import enum
+import math
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+from ._jax import positive_range
 from ._typing import Number, Window
 
 Precision: TypeAlias = jax.lax.PrecisionLike
+
+FURTHEST = 2**30
+"""No two tokens are further apart, and twice that still fits into int32."""
 
 
 class Alignment(enum.Enum):
@@ -70,15 +75,15 @@ class AttentionConfig:
     precision: Precision = None
 
     def __post_init__(self) -> None:
-        _check_is_a("causal", self.causal, bool)
-        _check_is_a("alignment", self.alignment, Alignment)
+        check_is_a("causal", self.causal, bool)
+        check_is_a("alignment", self.alignment, Alignment)
         window_bounds(self.sliding_window)
         if self.softmax_scale is not None:
-            check_number("softmax_scale", self.softmax_scale)
-        check_soft_cap(self.logits_soft_cap)
+            check_scale(self.softmax_scale)
+        check_logits_dtype(self.logits_dtype)
+        check_soft_cap(self.logits_soft_cap, self.logits_dtype)
         check_dropout_prob(self.dropout_prob)
         check_num_sink_tokens(self.num_sink_tokens)
-        check_logits_dtype(self.logits_dtype)
 
 
 def window_bounds(window: Window | None) -> tuple[int | None, int | None]:
@@ -98,10 +103,12 @@ def window_bounds(window: Window | None) -> tuple[int | None, int | None]:
                     f"sliding_window is {window}, but its bounds count keys and "
                     "must not be negative (None means unbounded)"
                 )
-    return bounds
+    left, right = (None if b is None or b > FURTHEST else b for b in bounds)
+    return left, right
 
 
-def _check_is_a(name: str, value: object, kind: type) -> None:
+def check_is_a(name: str, value: object, kind: type) -> None:
+    """Refuses what is not of a class."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {value!r}, but must be a {kind.__name__}")
 
@@ -118,14 +125,22 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}, but must be a float")
 
 
-def check_soft_cap(logits_soft_cap: Number | None) -> None:
-    """A soft cap is a positive number."""
+def check_scale(softmax_scale: Number) -> None:
+    """A scale is a finite number, of any sign."""
+    check_number("softmax_scale", softmax_scale)
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale is {softmax_scale}, but must be finite")
+
+
+def check_soft_cap(logits_soft_cap: Number | None, logits_dtype: DTypeLike) -> None:
+    """A soft cap is a positive number that logits can reach."""
     if logits_soft_cap is not None:
         check_number("logits_soft_cap", logits_soft_cap)
-        if not logits_soft_cap > 0:
+        lowest, highest = positive_range(logits_dtype)
+        if not lowest <= logits_soft_cap <= highest:
             raise ValueError(
-                f"logits_soft_cap is {logits_soft_cap}, but must be positive "
-                "(None means no cap)"
+                f"logits_soft_cap is {logits_soft_cap}, but must be positive and "
+                f"within the range of {jnp.dtype(logits_dtype)} (None means no cap)"
             )
 
 
@@ -141,15 +156,17 @@ def check_dropout_prob(dropout_prob: Number) -> None:
 def check_num_sink_tokens(num_sink_tokens: int) -> None:
     """A number of tokens is an int that is not negative."""
     check_int("num_sink_tokens", num_sink_tokens)
-    if num_sink_tokens < 0:
+    if not 0 <= num_sink_tokens <= FURTHEST:
         raise ValueError(
-            f"num_sink_tokens is {num_sink_tokens}, but must not be negative"
+            f"num_sink_tokens is {num_sink_tokens}, but must not be negative nor more "
+            f"than {FURTHEST}"
         )
 
 
-def check_logits_dtype(logits_dtype: DTypeLike) -> None:
-    """A softmax needs floating point numbers."""
-    if not jnp.issubdtype(logits_dtype, jnp.floating):
+def check_logits_dtype(logits_dtype: DTypeLike | None) -> None:
+    """A softmax needs floating point numbers, and among them minus infinity."""
+    dtype = None if logits_dtype is None else jnp.dtype(logits_dtype)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
-            f"logits_dtype is {jnp.dtype(logits_dtype)}, but must be a floating dtype"
+            f"logits_dtype is {dtype}, but must be a floating dtype of 16 bits or more"
         )

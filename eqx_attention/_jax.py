@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 _Carry = TypeVar("_Carry")
 _Out = TypeVar("_Out")
@@ -25,6 +25,17 @@ def accumulation_dtype(*arrays: Float[Array, "..."]) -> DTypeLike:
     """The dtype to sum products of `arrays` in: float32, or float64 if one is."""
     wide = any(x.dtype == jnp.float64 for x in arrays)
     return jnp.float64 if wide else jnp.float32
+
+
+def positive_range(dtype: DTypeLike) -> tuple[float, float]:
+    """The least positive number of a floating dtype at full precision; the greatest."""
+    limits = jnp.finfo(dtype)  # pyright: ignore[reportUnknownVariableType]  # of any dtype
+    return float(limits.tiny), float(limits.max)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # as above
+
+
+def threefry_key(words: UInt32[Array, "2"]) -> PRNGKeyArray:
+    """`jax.random.wrap_key_data`: a key of JAX's default kind, of 64 bits."""
+    return jax.random.wrap_key_data(words, impl="threefry2x32")  # pyright: ignore[reportUnknownVariableType]  # has no types
 
 
 def einsum(
@@ -61,8 +72,9 @@ def fori_loop(
 ) -> _Carry:
     """`lax.fori_loop`, whose index is int32, whether or not x64 is on."""
 
-    def step(index: Int[Array, ""], carry: _Carry) -> _Carry:
-        return body(index.astype(jnp.int32), carry)
+    # Without `jit` it is a plain int.
+    def step(index: _Index, carry: _Carry) -> _Carry:
+        return body(jnp.asarray(index, jnp.int32), carry)
 
     return lax.fori_loop(lower, upper, step, init)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
 

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import jax.numpy as jnp
 from beartype import beartype
-from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray, jaxtyped
+from jaxtyping import Array, Bool, Float, Int32, Integer, PRNGKeyArray, jaxtyped
 
 from ._jax import error_if
 
@@ -38,6 +39,17 @@ ValuePages: TypeAlias = Float[Array, "num_pages page_size kv_heads v_dim"]
 PageTable: TypeAlias = Integer[Array, "*batch max_pages"]
 DropoutKey: TypeAlias = PRNGKeyArray
 
+
+@runtime_checkable
+class HasShape(Protocol):
+    """An array, or what stands for one, such as `jax.ShapeDtypeStruct`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its axes."""
+        ...
+
+
 DEBUG = os.environ.get("EQX_ATTENTION_DEBUG", "0").lower() not in ("", "0", "false")
 """True in the debugging mode: every function is type-checked, and values too."""
 
@@ -56,3 +68,17 @@ def checked(function: _Function) -> _Function:
 def debug_error_if(x: Array, wrong: Bool[Array, "..."], message: str) -> Array:
     """`x`, which raises `message` at run time where `wrong`, in the debugging mode."""
     return error_if(x, wrong, message) if DEBUG else x
+
+
+def int32(name: str, x: Integer[Array, "..."]) -> Int32[Array, "..."]:
+    """`x` as int32; in the debugging mode, numbers that do not fit are an error."""
+    widest = jnp.iinfo(jnp.int32)
+    given = jnp.iinfo(x.dtype)
+    if given.min >= widest.min and given.max <= widest.max:
+        return x.astype(jnp.int32)
+    wrong = x > jnp.asarray(widest.max, x.dtype)
+    if given.min < widest.min:
+        wrong = wrong | (x < jnp.asarray(widest.min, x.dtype))
+    return debug_error_if(
+        x.astype(jnp.int32), wrong, f"{name} has numbers that do not fit into int32"
+    )

@@ -18,6 +18,8 @@ import eqx_attention as eqxa
 from . import reference
 from .helpers import Arrays, check, close, flash, normal, qkv
 
+pytestmark = pytest.mark.numbers
+
 BOTTOM_RIGHT = eqxa.Alignment.BOTTOM_RIGHT
 BACKENDS = {"standard": eqxa.standard_attention, "flash": flash(16, 16)}
 

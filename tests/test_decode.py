@@ -13,6 +13,8 @@ import eqx_attention as eqxa
 from . import reference
 from .helpers import DIFFERENTIABLE, Arrays, close, flash, normal, qkv
 
+pytestmark = pytest.mark.numbers
+
 START, END = np.array([0, 2, 4, 0]), np.array([11, 7, 4, 1])
 BLOCKS = (None, 1, 4, 11, 64)
 

@@ -11,6 +11,8 @@ import eqx_attention as eqxa
 
 from .helpers import BACKENDS, FEW_BACKENDS, agree, call, flash, qkv, want
 
+pytestmark = pytest.mark.numbers
+
 PROB = 0.5
 
 

@@ -11,6 +11,8 @@ import eqx_attention as eqxa
 
 from .helpers import BACKENDS, FEW_BACKENDS, Arrays, agree, call, normal, qkv, want
 
+pytestmark = pytest.mark.numbers
+
 TOLERANCES = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 3e-5}
 
 

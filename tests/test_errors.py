@@ -156,6 +156,25 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dropout_prob": 0.5, "dropout_key": jax.random.split(jax.random.key(0), 2)},
         "dropout_key",
     ),
+    "query without key's batch": ({"query": zeros(6, 4, 3)}, "query"),
+    "query of another batch": ({"query": zeros(1, 6, 4, 3)}, "query"),
+    "q_segment_ids of one": (
+        {
+            "q_segment_ids": zeros(2, 1, dtype=jnp.int32),
+            "kv_segment_ids": zeros(2, 9, dtype=jnp.int32),
+        },
+        "q_segment_ids",
+    ),
+    "softmax_scale of infinity": ({"softmax_scale": float("inf")}, "softmax_scale"),
+    "softmax_scale, a bool": ({"softmax_scale": True}, "softmax_scale"),
+    "query_offset, a bool": ({"query_offset": True}, "query_offset"),
+    "logits_soft_cap of infinity": (
+        {"logits_soft_cap": float("inf")},
+        "logits_soft_cap",
+    ),
+    "logits_soft_cap too small": ({"logits_soft_cap": 1e-40}, "logits_soft_cap"),
+    "logits_dtype of 8 bits": ({"logits_dtype": jnp.float8_e4m3fn}, "logits_dtype"),
+    "num_sink_tokens too many": ({"num_sink_tokens": 2**40}, "num_sink_tokens"),
     "logits_dtype of integers": ({"logits_dtype": jnp.int32}, "logits_dtype"),
     "an unknown option": ({"window": 1}, "window"),
 }

@@ -14,6 +14,8 @@ import eqx_attention as eqxa
 
 from .helpers import BACKENDS, FEW_BACKENDS, Arrays, close, flash, normal, qkv
 
+pytestmark = pytest.mark.numbers
+
 SMALL: dict[str, Any] = {"batch": (), "q_len": 3, "kv_len": 5, "qk_dim": 2, "v_dim": 2}
 OPTIONS: dict[str, Any] = {
     "causal": True,

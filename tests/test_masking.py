@@ -23,6 +23,8 @@ from .helpers import (
     want,
 )
 
+pytestmark = pytest.mark.numbers
+
 BOTTOM_RIGHT = eqxa.Alignment.BOTTOM_RIGHT
 Slices = tuple[Any, ...]
 

@@ -21,6 +21,8 @@ from .helpers import (
     want,
 )
 
+pytestmark = pytest.mark.numbers
+
 PROB = 0.3
 ARRAYS: dict[str, Arrays] = {
     "mask": {"mask": normal(10, 2, 4, 6, 9) > -0.5},

@@ -23,6 +23,8 @@ from .helpers import (
 )
 from .reference import attention, gradients
 
+pytestmark = pytest.mark.numbers
+
 TOP_LEFT, BOTTOM_RIGHT = eqxa.Alignment.TOP_LEFT, eqxa.Alignment.BOTTOM_RIGHT
 CUM_Q = np.array([0, 3, 3, 4, 9])
 CUM_K = np.array([0, 2, 5, 9, 11])

@@ -13,6 +13,8 @@ import eqx_attention as eqxa
 from . import reference
 from .helpers import Arrays, close, normal
 
+pytestmark = pytest.mark.numbers
+
 PAGE_SIZE, NUM_PAGES = 4, 10
 TABLE = np.array([[7, 2, 5], [0, 9, 3], [4, 8, 6]])
 START, END = np.array([0, 3, 5]), np.array([12, 6, 5])

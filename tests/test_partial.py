@@ -23,6 +23,8 @@ from .helpers import (
 )
 from .reference import merge
 
+pytestmark = pytest.mark.numbers
+
 CUTS = (0, 3, 3, 7, 9)
 
 

@@ -3,11 +3,14 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
 import eqx_attention as eqxa
 
 from .helpers import Arrays, check, flash, normal, qkv
+
+pytestmark = pytest.mark.numbers
 
 Draw = st.DrawFn
 

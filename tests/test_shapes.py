@@ -9,6 +9,8 @@ import pytest
 
 from .helpers import BACKENDS, FEW_BACKENDS, call, check, flash, normal, qkv
 
+pytestmark = pytest.mark.numbers
+
 SHAPES: dict[str, dict[str, Any]] = {
     "unbatched": {"batch": ()},
     "two batch axes": {"batch": (2, 3)},

@@ -7,6 +7,8 @@ import pytest
 
 from .helpers import BACKENDS, FEW_BACKENDS, call, check, normal, output_of, qkv
 
+pytestmark = pytest.mark.numbers
+
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinks_take_their_share(backend: str) -> None:

@@ -13,6 +13,8 @@ import eqx_attention as eqxa
 
 from .helpers import Arrays, flash, qkv
 
+pytestmark = pytest.mark.numbers
+
 CHUNK = 512
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

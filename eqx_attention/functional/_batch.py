@@ -4,18 +4,26 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
+from jax import lax
 from jaxtyping import Array, PyTree
 
-from .._jax import map_, tree_map
+from .._jax import tree_map
 
+_Carry = TypeVar("_Carry")
 _Out = TypeVar("_Out")
 
 
-def map_batch(function: Callable[..., _Out], *trees: PyTree, batch: int) -> _Out:
-    """`function` of each batch element, one after the other; results stacked again.
+def fold_batch(
+    function: Callable[..., tuple[_Carry, _Out]],
+    carry: _Carry,
+    *trees: PyTree,
+    batch: int,
+) -> tuple[_Carry, _Out]:
+    """`function(carry, *elements)` of one batch element after the other.
 
-    Arrays keep their batch axis, of size 1, on the way in and out. Those that have it
-    as 1 already are the same for all elements.
+    It returns the next carry and a result; the results are stacked again. Arrays keep
+    their batch axis, of size 1, on the way in and out. Those that have it as 1 already
+    are the same for all elements.
     """
 
     def has_own(x: Array) -> bool:
@@ -23,8 +31,18 @@ def map_batch(function: Callable[..., _Out], *trees: PyTree, batch: int) -> _Out
 
     own, shared = eqx.partition(trees, has_own)
 
-    def one(own: PyTree) -> _Out:
+    def step(carry: _Carry, own: PyTree) -> tuple[_Carry, _Out]:
         own = tree_map(lambda x: x[None], own)
-        return tree_map(lambda x: x[0], function(*eqx.combine(own, shared)))
+        carry, out = function(carry, *eqx.combine(own, shared))
+        return carry, tree_map(lambda x: x[0], out)
 
-    return map_(one, own)
+    return lax.scan(step, carry, own)
+
+
+def map_batch(function: Callable[..., _Out], *trees: PyTree, batch: int) -> _Out:
+    """`function` of each batch element, as in `fold_batch`, with nothing carried."""
+
+    def step(carry: None, *elements: PyTree) -> tuple[None, _Out]:
+        return carry, function(*elements)
+
+    return fold_batch(step, None, *trees, batch=batch)[1]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer, PyTree
 
-from .._typing import DEBUG, debug_error_if
+from .._typing import DEBUG, debug_error_if, int32
 
 
 def both_sides(
@@ -27,11 +27,37 @@ def both_sides(
     return both, both
 
 
+def check_batch(query: Array, key: Array) -> None:
+    """Queries and keys have the same batch axes."""
+    if query.shape[:-3] != key.shape[:-3]:
+        raise ValueError(
+            f"query has batch axes {query.shape[:-3]} and key {key.shape[:-3]}, but "
+            "both need the same"
+        )
+
+
+def check_ids(
+    name: str, ids: Array | None, batch_shape: tuple[int, ...], length: int
+) -> None:
+    """There is an id for each token; batch axes may be left out, or be 1."""
+    if ids is None:
+        return
+    own = ids.shape[:-1]
+    fits = len(own) <= len(batch_shape) and ids.shape[-1] == length
+    for back in range(1, min(len(own), len(batch_shape)) + 1):
+        fits = fits and own[-back] in (1, batch_shape[-back])
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {ids.shape}, but needs (*batch, length) = "
+            f"{(*batch_shape, length)}"
+        )
+
+
 def check_offsets(
     name: str, offsets: Integer[Array, " offsets"], length: int
 ) -> Int[Array, " offsets"]:
     """Offsets as int32, which begin at 0, do not fall and end within the length."""
-    offsets = offsets.astype(jnp.int32)
+    offsets = int32(name, offsets)
     wrong = (offsets[0] != 0) | jnp.any(jnp.diff(offsets) < 0) | (offsets[-1] > length)
     return debug_error_if(
         offsets, wrong, f"{name} must begin at 0, not fall, and end by {length}"
@@ -56,6 +82,29 @@ def check_pages(key_pages: Array) -> None:
             f"key_pages has shape {key_pages.shape}, but needs at least one page with "
             "at least one slot"
         )
+
+
+def check_page_table(
+    page_table: Integer[Array, "*batch max_pages"],
+    num_pages: int,
+    page_size: int,
+    start: Integer[Array, "*batch"],
+    end: Integer[Array, "*batch"],
+) -> Integer[Array, "*batch max_pages"]:
+    """Pages that hold a token of their sequence are there, in the debugging mode."""
+    first = page_size * jnp.arange(page_table.shape[-1], dtype=jnp.int32)
+    for _ in start.shape:
+        first = first[None]
+    start, end = int32("sequence_start", start), int32("sequence_end", end)
+    start, end = start[..., None], end[..., None]
+    used = (first < end) & (first + page_size > start) & (start < end)
+    table = int32("page_table", page_table)
+    return debug_error_if(
+        table,
+        used & ((table < 0) | (table >= num_pages)),
+        f"page_table must name pages from 0 to {num_pages - 1} where a sequence has "
+        "tokens",
+    )
 
 
 def check_softmax_aux(softmax_aux: Array | None, q_heads: int) -> None:

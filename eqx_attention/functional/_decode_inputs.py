@@ -12,7 +12,7 @@ from .._config import (
     check_soft_cap,
     window_bounds,
 )
-from .._typing import Number, Window, debug_error_if
+from .._typing import Number, Window, debug_error_if, int32
 from ._caches import Cache
 from ._checks import (
     check_broadcasts,
@@ -94,8 +94,8 @@ class DecodeInputs(eqx.Module):
                 f"of width {qk_dim}"
             )
         check_num_sink_tokens(num_sink_tokens)
-        check_soft_cap(logits_soft_cap)
         check_logits_dtype(logits_dtype)
+        check_soft_cap(logits_soft_cap, logits_dtype)
         q_len, q_heads = query.shape[-3:-1]
         check_softmax_aux(softmax_aux, q_heads)
         check_sink_bias(sink_bias, num_sink_tokens, q_heads)
@@ -139,8 +139,8 @@ class DecodeInputs(eqx.Module):
     def _visibility(self) -> Visibility:
         """Positions count from each sequence's start."""
         capacity, q_len = self.cache.capacity, self.query.shape[-3]
-        start = self.sequence_start.astype(jnp.int32)
-        end = self.sequence_end.astype(jnp.int32)
+        start = int32("sequence_start", self.sequence_start)
+        end = int32("sequence_end", self.sequence_end)
         end = debug_error_if(
             end,
             (start < 0) | (start > end) | (end > capacity),

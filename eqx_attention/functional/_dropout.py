@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
+from .._jax import threefry_key
 from .._typing import Number
 from ._tiles import Layout, Tile
 
@@ -25,6 +26,15 @@ class Dropout(eqx.Module):
     key: PRNGKeyArray
     batch_index: Int[Array, " batch"]
     prob: Number = eqx.field(static=True)
+
+    @staticmethod
+    def of(key: PRNGKeyArray, batch: int, prob: Number) -> "Dropout":
+        """For a whole batch; a key of any kind, whose own `fold_in` need not be one.
+
+        With `unsafe_rbg` it would give other bits in a batch of other queries.
+        """
+        words = jax.random.bits(key, (2,), jnp.uint32)
+        return Dropout(threefry_key(words), jnp.arange(batch, dtype=jnp.int32), prob)
 
     @property
     def kept_scale(self) -> float:

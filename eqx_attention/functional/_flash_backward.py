@@ -11,16 +11,18 @@ finished one chunk after the other, that of the queries is summed up in place.
 """
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._config import ChunkSizes
-from .._jax import pad, tree_map, vary_like, varying_axes, vjp
+from .._jax import pad, positive_range, tree_map, vary_like, varying_axes, vjp
+from ._batch import fold_batch
 from ._block import join_chunks, pad_to
 from ._inputs import Operands, Problem
 from ._logits import ScoreParameters, contract, drop_unseen
-from ._online_softmax import SoftmaxState
+from ._online_softmax import SoftmaxState, exp_below
 from ._schedule import Schedule
 from ._tiles import Layout, Tile
 
@@ -56,26 +58,78 @@ class Wanted(eqx.Module):
 
 
 def backward(
-    problem: Problem,
-    sizes: ChunkSizes,
-    wanted: Wanted,
-    max_logits: Float[Array, "batch kv_heads group q_len"],
-    cotangent: SoftmaxState,
+    problem: Problem, sizes: ChunkSizes, wanted: Wanted, cotangent: SoftmaxState
 ) -> Operands:
-    """The gradient of the operands; None for parameters that are not wanted."""
+    """The gradient of the operands; None for parameters that are not wanted.
+
+    `cotangent` has the forward pass's maximum in the place of one for the maximum.
+    """
+    walk = _one_by_one if problem.walks_apart(sizes) else _together
+    found = walk(problem, sizes, wanted, cotangent)
+    ours, given = found.parameters, problem.operands.parameters
+    return Operands(
+        found.query,
+        found.key,
+        found.value,
+        ScoreParameters(
+            _cast(ours.scale, given.scale),
+            _cast(ours.bias, given.bias),
+            _cast(ours.sink_bias, given.sink_bias),
+        ),
+    )
+
+
+def _one_by_one(
+    problem: Problem, sizes: ChunkSizes, wanted: Wanted, cotangent: SoftmaxState
+) -> Operands:
+    """One batch element after the other; gradients of what they share are summed up."""
+    operands = problem.operands
+    batch, bias = operands.query.shape[0], operands.parameters.bias
+    shares_bias = bias is not None and bias.shape[0] != batch
+
+    def one(
+        carry: ScoreParameters, cotangent: SoftmaxState, *element: PyTree
+    ) -> tuple[ScoreParameters, tuple[Array, Array, Array, Array | None]]:
+        found = _together(problem.element(*element), sizes, wanted, cotangent)
+        shared, own_bias = found.parameters, None
+        if not shares_bias:
+            own_bias = shared.bias
+            shared = ScoreParameters(shared.scale, None, shared.sink_bias)
+        total: ScoreParameters = jax.tree.map(jnp.add, carry, shared)
+        return total, (found.query, found.key, found.value, own_bias)
+
+    nothing = wanted.of(operands.parameters)
+    if not shares_bias:
+        nothing = ScoreParameters(nothing.scale, None, nothing.sink_bias)
+    nothing = tree_map(lambda x: jnp.zeros(x.shape, operands.accumulator), nothing)
+    nothing = vary_like(nothing, varying_axes(operands.query))
+    total, (query, key, value, own_bias) = fold_batch(
+        one, nothing, cotangent, *problem.by_element, batch=batch
+    )
+    bias = total.bias if shares_bias else own_bias
+    return Operands(
+        query, key, value, ScoreParameters(total.scale, bias, total.sink_bias)
+    )
+
+
+def _together(
+    problem: Problem, sizes: ChunkSizes, wanted: Wanted, cotangent: SoftmaxState
+) -> Operands:
+    """All batch elements at once; the parameters' gradients are not yet cast."""
     operands, rules = problem.operands, problem.rules
     parameters, dtype = operands.parameters, operands.accumulator
     q_len, kv_len = operands.query.shape[3], operands.key.shape[2]
+    max_logits = cotangent.max_logits
     schedule = Schedule(
         rules.visibility, parameters.bias, q_len, sizes.query, sizes.key
     )
     padded_q = schedule.q_chunks * sizes.query
     padded_kv = schedule.kv_chunks * sizes.key
 
-    # A row that has seen nothing has the reference +inf, which makes its weights 0.
-    empty = max_logits == -jnp.inf
-    reference = jnp.where(empty, jnp.full_like(max_logits, jnp.inf), max_logits)
-    reference = pad(reference, [(0, 0)] * 3 + [(0, padded_q - q_len)], fill=jnp.inf)
+    # A row that has seen nothing has a reference that makes its weights 0.
+    empty, far = max_logits == -jnp.inf, positive_range(rules.dtype)[1]
+    reference = jnp.where(empty, jnp.full_like(max_logits, far), max_logits)
+    reference = pad(reference, [(0, 0)] * 3 + [(0, padded_q - q_len)], fill=far)
     query = jnp.where(empty[..., None], jnp.zeros_like(operands.query), operands.query)
     query = pad_to(query, padded_q, axis=3)
     d_numerator = pad_to(cotangent.numerator, padded_q, axis=3)
@@ -103,7 +157,7 @@ def backward(
             return rules.logits(products, full, tile, allowed)
 
         logits, pull = vjp(logits_of, rules.products(q, k, tile.layout), free)
-        weights = jnp.exp(logits - tile.rows(shift).astype(logits.dtype)).astype(dtype)
+        weights = exp_below(logits, tile.rows(shift)).astype(dtype)
         d_weights = contract("bksd,bkgqd->bksgq", v, d_num, rules.precision)
         kept = weights
         if problem.dropout is not None:
@@ -170,11 +224,16 @@ def backward(
     )
 
 
+def _cast(gradient: Array | None, x: Array | None) -> Array | None:
+    """A gradient in the dtype of what it is one of."""
+    return None if gradient is None or x is None else gradient.astype(x.dtype)
+
+
 def _like(total: Array | None, x: Array | None) -> Array | None:
-    """A parameter's sum as its gradient: without the filled up ends, of its dtype."""
+    """A parameter's sum as its gradient: without the filled up ends."""
     if total is None or x is None:
         return None
-    return lax.slice(total, (0,) * x.ndim, x.shape).astype(x.dtype)
+    return lax.slice(total, (0,) * x.ndim, x.shape)
 
 
 def _add(
@@ -192,7 +251,7 @@ def _add(
     total, part = sums.parameters, d_parameters
     scale, bias, sink_bias = total.scale, total.bias, total.sink_bias
     if scale is not None and part.scale is not None:
-        scale = scale + part.scale
+        scale = scale + part.scale.astype(scale.dtype)
     if sink_bias is not None and part.sink_bias is not None:
         sink_bias = sink_bias + part.sink_bias.astype(sink_bias.dtype)
     if bias is not None and part.bias is not None:

@@ -11,15 +11,13 @@ from jaxtyping import Array, Float, PyTree
 
 from .._config import ChunkSizes
 from .._jax import vary_together, vjp
-from ._batch import map_batch
 from ._block import attend_block, attend_rows, whole
 from ._dropout import Dropout
 from ._flash_backward import Wanted, backward
 from ._flash_forward import forward
 from ._inputs import Operands, Problem
-from ._logits import LogitRules, ScoreParameters
+from ._logits import LogitRules
 from ._online_softmax import SoftmaxState
-from ._visibility import Visibility
 
 
 def flash_state(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
@@ -29,52 +27,9 @@ def flash_state(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
     q_len, kv_len = problem.operands.query.shape[3], problem.operands.key.shape[2]
     sizes = ChunkSizes(min(sizes.query, q_len), min(sizes.key, kv_len))
     problem = vary_together(problem)
-    chunks = -(-q_len // sizes.query) * -(-kv_len // sizes.key)
-    if problem.rules.visibility.differs_in_batch and chunks > 1:
-        return _map_batch(problem, sizes)
-    return _core(problem, sizes)
-
-
-def _core(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
     state = _attend(problem.operands, problem.rules, problem.dropout, sizes)
     return SoftmaxState(
         state.numerator, jax.lax.stop_gradient(state.max_logits), state.denominator
-    )
-
-
-def _map_batch(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
-    """One batch element after the other, so that each walks its own chunks only."""
-    operands, rules, dropout = problem.operands, problem.rules, problem.dropout
-
-    def one(
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None,
-        visibility: Visibility,
-        batch_index: Array | None,
-    ) -> SoftmaxState:
-        shared = operands.parameters
-        parameters = ScoreParameters(shared.scale, bias, shared.sink_bias)
-        own_dropout = dropout
-        if dropout is not None and batch_index is not None:
-            own_dropout = Dropout(dropout.key, batch_index, dropout.prob)
-        element = Problem(
-            Operands(query, key, value, parameters),
-            rules.with_visibility(visibility),
-            own_dropout,
-        )
-        return _core(element, sizes)
-
-    return map_batch(
-        one,
-        operands.query,
-        operands.key,
-        operands.value,
-        operands.parameters.bias,
-        rules.visibility,
-        None if dropout is None else dropout.batch_index,
-        batch=operands.query.shape[0],
     )
 
 
@@ -158,7 +113,7 @@ def _backward(
     wanted: Wanted,
 ) -> Operands:
     problem = Problem(operands, rules, dropout)
-    return backward(problem, sizes, wanted, cotangent.max_logits, cotangent)
+    return backward(problem, sizes, wanted, cotangent)
 
 
 @_backward.def_jvp

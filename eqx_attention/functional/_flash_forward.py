@@ -7,10 +7,11 @@ hold work. Nothing that is kept grows faster than the length.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from .._config import ChunkSizes
 from .._jax import map_, tree_map, vary_like, varying_axes
+from ._batch import map_batch
 from ._block import attend_tile, join_chunks, pad_to
 from ._inputs import Operands, Problem
 from ._online_softmax import SoftmaxState, no_keys
@@ -19,7 +20,22 @@ from ._tiles import Layout, Tile
 
 
 def forward(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
-    """The state of every query after all keys. `sizes` are at most the lengths."""
+    """The state of every query after all keys. `sizes` are at most the lengths.
+
+    Where batch elements see other keys, one walks its chunks after the other.
+    """
+    if not problem.walks_apart(sizes):
+        return _together(problem, sizes)
+
+    def one(*element: PyTree) -> SoftmaxState:
+        return _together(problem.element(*element), sizes)
+
+    batch = problem.operands.query.shape[0]
+    return map_batch(one, *problem.by_element, batch=batch)
+
+
+def _together(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
+    """All batch elements at once, over the chunks that hold work for any."""
     operands, rules = problem.operands, problem.rules
     q_len = operands.query.shape[3]
     schedule = Schedule(

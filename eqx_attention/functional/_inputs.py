@@ -4,23 +4,29 @@ import math
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from .._config import (
+    FURTHEST,
     Alignment,
+    ChunkSizes,
     Precision,
     check_dropout_prob,
+    check_int,
     check_logits_dtype,
     check_num_sink_tokens,
+    check_scale,
     check_soft_cap,
     window_bounds,
 )
 from .._jax import accumulation_dtype
-from .._typing import Number, Window
+from .._typing import Number, Window, int32
 from ._checks import (
     both_sides,
+    check_batch,
     check_broadcasts,
     check_heads,
+    check_ids,
     check_offsets,
     check_sink_bias,
     check_softmax_aux,
@@ -67,6 +73,45 @@ class Problem(eqx.Module):
     def is_empty(self) -> bool:
         """True if there is no batch, no query or no key."""
         return 0 in (*self.operands.query.shape[:4], self.operands.key.shape[2])
+
+    def walks_apart(self, sizes: ChunkSizes) -> bool:
+        """True if batch elements differ in the chunks of these sizes that hold work."""
+        q_len, kv_len = self.operands.query.shape[3], self.operands.key.shape[2]
+        one_chunk = q_len <= sizes.query and kv_len <= sizes.key
+        return self.rules.visibility.differs_in_batch and not one_chunk
+
+    @property
+    def by_element(self) -> tuple[PyTree, ...]:
+        """All that has a batch axis, of size 1 or `batch`."""
+        operands, dropout = self.operands, self.dropout
+        return (
+            operands.query,
+            operands.key,
+            operands.value,
+            operands.parameters.bias,
+            self.rules.visibility,
+            None if dropout is None else dropout.batch_index,
+        )
+
+    def element(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None,
+        visibility: Visibility,
+        batch_index: Array | None,
+    ) -> "Problem":
+        """One element, from what `by_element` has of it."""
+        parameters, dropout = self.operands.parameters, self.dropout
+        parameters = ScoreParameters(parameters.scale, bias, parameters.sink_bias)
+        if dropout is not None and batch_index is not None:
+            dropout = Dropout(dropout.key, batch_index, dropout.prob)
+        return Problem(
+            Operands(query, key, value, parameters),
+            self.rules.with_visibility(visibility),
+            dropout,
+        )
 
     def with_query(
         self, query: Float[Array, "batch kv_heads group q_size qk_dim"]
@@ -132,11 +177,12 @@ class Inputs(eqx.Module):
         logits_dtype: DTypeLike,
         precision: Precision,
     ) -> None:
+        check_batch(query, key)
         check_heads(query.shape[-2], key.shape[-2], query.shape[-1])
         check_num_sink_tokens(num_sink_tokens)
-        check_soft_cap(logits_soft_cap)
-        check_dropout_prob(dropout_prob)
         check_logits_dtype(logits_dtype)
+        check_soft_cap(logits_soft_cap, logits_dtype)
+        check_dropout_prob(dropout_prob)
         if dropout_prob > 0 and dropout_key is None:
             raise ValueError(
                 f"dropout_prob is {dropout_prob}, but dropout_key is None: dropout "
@@ -150,6 +196,9 @@ class Inputs(eqx.Module):
         q_segment_ids, kv_segment_ids = both_sides(
             "segment_ids", q_segment_ids, kv_segment_ids, query, key
         )
+        batch_shape = key.shape[:-3]
+        check_ids("q_segment_ids", q_segment_ids, batch_shape, query.shape[-3])
+        check_ids("kv_segment_ids", kv_segment_ids, batch_shape, key.shape[-3])
         cum_seqlens_q, cum_seqlens_k = both_sides(
             "cum_seqlens", cum_seqlens_q, cum_seqlens_k, query, key
         )
@@ -178,9 +227,7 @@ class Inputs(eqx.Module):
         self.sink_bias = None if num_sink_tokens == 0 else sink_bias
         self.q_segment_ids, self.kv_segment_ids = q_segment_ids, kv_segment_ids
         self.cum_seqlens_q, self.cum_seqlens_k = cum_seqlens_q, cum_seqlens_k
-        self.query_offset = (
-            None if query_offset is None else jnp.asarray(query_offset, jnp.int32)
-        )
+        self.query_offset = None if query_offset is None else offset_array(query_offset)
         self.softmax_scale = scale_array(softmax_scale, query)
         self.dropout_key = None if dropout_prob == 0 else dropout_key
         self.causal, self.alignment = causal, alignment
@@ -217,9 +264,8 @@ class Inputs(eqx.Module):
         )
         dropout = None
         if self.dropout_key is not None:
-            batch = operands.query.shape[0]
-            dropout = Dropout(
-                self.dropout_key, jnp.arange(batch, dtype=jnp.int32), self.dropout_prob
+            dropout = Dropout.of(
+                self.dropout_key, operands.query.shape[0], self.dropout_prob
             )
         return Problem(operands, rules, dropout)
 
@@ -245,9 +291,11 @@ class Inputs(eqx.Module):
         if self.cum_seqlens_q is not None and self.cum_seqlens_k is not None:
             segments, q_within, kv_within = self._packed(q_len, kv_len)
         elif self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            q_ids = int32("q_segment_ids", self.q_segment_ids)
+            kv_ids = int32("kv_segment_ids", self.kv_segment_ids)
             segments = (
-                flat_batch(self.q_segment_ids.astype(jnp.int32), self.batch_shape, 1),
-                flat_batch(self.kv_segment_ids.astype(jnp.int32), self.batch_shape, 1),
+                flat_batch(q_ids, self.batch_shape, 1),
+                flat_batch(kv_ids, self.batch_shape, 1),
             )
         return Visibility(
             q_positions=Positions(offset, q_within),
@@ -303,7 +351,18 @@ def scale_array(softmax_scale: Number | Array | None, query: Array) -> Array:
         softmax_scale = 1 / math.sqrt(query.shape[-1])
     if isinstance(softmax_scale, Array):
         return softmax_scale.astype(dtype)
+    check_scale(softmax_scale)
     return jnp.asarray(softmax_scale, dtype)
+
+
+def offset_array(query_offset: int | Array) -> Array:
+    """The offset as int32. Further away than any token can be, it matters no more."""
+    if isinstance(query_offset, Array):
+        highest = min(FURTHEST, jnp.iinfo(query_offset.dtype).max)
+        lowest = max(-FURTHEST, jnp.iinfo(query_offset.dtype).min)
+        return jnp.clip(query_offset, lowest, highest).astype(jnp.int32)
+    check_int("query_offset", query_offset)
+    return jnp.asarray(max(-FURTHEST, min(query_offset, FURTHEST)), jnp.int32)
 
 
 def softmax_dtype(logits_dtype: DTypeLike, query: Array) -> DTypeLike:

@@ -93,7 +93,7 @@ class LogitRules(eqx.Module):
         allowed = self.visibility.tile(tile)
         if parameters.bias is None:
             return allowed
-        finite = tile.arrange(parameters.bias) > -jnp.inf
+        finite = tile.arrange(parameters.bias) != -jnp.inf
         return finite if allowed is None else allowed & finite
 
     def logits(

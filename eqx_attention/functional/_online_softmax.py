@@ -49,13 +49,26 @@ def absorb(
     if state is not None:
         max_logits = jnp.maximum(max_logits, state.max_logits)
     reference = finite(max_logits)
-    weights = jnp.exp(logits - reference[..., None].astype(logits.dtype)).astype(dtype)
+    weights = exp_below(logits, reference[..., None]).astype(dtype)
     numerator, denominator = weighted_sum(weights), jnp.sum(weights, axis=-1)
     if state is not None:
         decay = jnp.exp(state.max_logits - reference)
         numerator = state.numerator * decay[..., None] + numerator
         denominator = state.denominator * decay + denominator
     return SoftmaxState(numerator, max_logits, denominator)
+
+
+def exp_below(
+    logits: Float[Array, "..."], reference: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """`exp(logits - reference)` where no logit is above the reference.
+
+    A compiler may make the logits again here, and round them otherwise than those that
+    the maximum was taken of: at 1e9 a difference may come out as 64. Small ones stay as
+    they are, for the sake of their derivative.
+    """
+    difference = logits - reference.astype(logits.dtype)
+    return jnp.exp(jnp.where(difference > 1, jnp.zeros_like(difference), difference))
 
 
 def absorb_sinks(

@@ -20,7 +20,7 @@ from .._typing import (
     checked,
 )
 from ._caches import PagedCache
-from ._checks import check_pages
+from ._checks import check_page_table, check_pages
 from ._decode_inputs import DecodeInputs, check_block_size, decode
 from ._options import ScoreOptions
 
@@ -102,6 +102,9 @@ def paged_decode_attention(
     size = check_block_size(block_size, default=256)
     check_pages(key_pages)
     pages = max(1, min(size // page_size, max_pages))
+    page_table = check_page_table(
+        page_table, key_pages.shape[0], page_size, sequence_start, sequence_end
+    )
     inputs = DecodeInputs(
         query,
         PagedCache.of(key_pages, value_pages, page_table, pages),

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._config import check_is_a
+from .._jax import accumulation_dtype
 from .._typing import Lse, Out, checked
 from ._layout import queries_by_position, rows_by_head
 from ._online_softmax import SoftmaxState, finish, finite, merge
@@ -35,10 +37,12 @@ class PartialAttention(eqx.Module):
 
         **Raises:** `ValueError` if the two are not of one shape.
         """
-        if self.numerator.shape != other.numerator.shape:
+        check_is_a("other", other, PartialAttention)
+        own, others = self.numerator, other.numerator
+        if own.shape != others.shape or own.dtype != others.dtype:
             raise ValueError(
-                f"other has a numerator of shape {other.numerator.shape}, but needs "
-                f"{self.numerator.shape}, that of the one it is merged with"
+                f"other has a numerator of shape {others.shape} and {others.dtype}, "
+                f"but needs {own.shape} and {own.dtype}, as the one it is merged with"
             )
         state = merge(self._state(), other._state())
         return PartialAttention(
@@ -100,7 +104,8 @@ def merge_attention(outputs: Sequence[Out], lses: Sequence[Lse]) -> tuple[Out, L
                 f"but as outputs[0] has {shape}, all need that and "
                 f"{(*shape[:-3], shape[-2], shape[-3])}"
             )
-    stacked = jnp.stack(list(lses))
+    dtype = accumulation_dtype(*outputs, *lses)
+    stacked = jnp.stack([lse.astype(dtype) for lse in lses])
     highest = finite(lax.stop_gradient(jnp.max(stacked, axis=0)))
     weights = jnp.exp(stacked - highest[None])
     state = SoftmaxState(sum_parts(weights, outputs), highest, jnp.sum(weights, axis=0))

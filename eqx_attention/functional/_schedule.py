@@ -221,7 +221,7 @@ class Schedule(eqx.Module):
         if self.visibility.mask is not None:
             dense.append(self.visibility.mask.astype(bool))
         if self.bias is not None:
-            dense.append(self.bias > -jnp.inf)
+            dense.append(self.bias != -jnp.inf)
         return dense
 
 

@@ -30,7 +30,7 @@ from .._typing import (
 )
 from ._block import attend_block, whole
 from ._inputs import Inputs
-from ._online_softmax import finite
+from ._online_softmax import finite, is_empty
 from ._options import CommonOptions
 
 
@@ -210,9 +210,11 @@ def standard(
     out, lse = inputs.results(state)
     if not with_weights:
         return out, lse, None
-    row_lse = lse.reshape(logits.shape[:-1])
-    weights = jnp.exp(logits - finite(row_lse)[..., None].astype(logits.dtype))
-    weights = weights.astype(lse.dtype)
+    # As they were in the product with the values: relative to the maximum first.
+    highest, row_lse = finite(state.max_logits), lse.reshape(logits.shape[:-1])
+    share = jnp.where(is_empty(state), jnp.zeros_like(row_lse), highest - row_lse)
+    weights = jnp.exp(logits - highest[..., None].astype(logits.dtype))
+    weights = weights.astype(lse.dtype) * jnp.exp(share)[..., None]
     if problem.dropout is not None:
         weights = problem.dropout.apply(weights, tile)
     shape = (*lse.shape, logits.shape[-1])
