@@ -1,0 +1,1 @@
+"""Times this package side by side with others: `nox -s bench`."""

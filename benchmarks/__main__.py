@@ -1,0 +1,84 @@
+"""Times attention side by side with others, and says which bars are met.
+
+    python -m benchmarks                  # all; the better part of an hour
+    python -m benchmarks --quick          # three minutes
+    python -m benchmarks --only "causal 2048" --output somewhere
+
+Parts are the contests of `workloads.py`, and "memory" and "accuracy"; `--only` takes
+those with that text in their name. The package is imported from where it is installed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from . import bars, machine, measures, timing
+from .peers import PEERS
+from .report import Report
+from .workloads import Workload, contests
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Reads the command line, measures, and writes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Times attention side by side."
+    )
+    parser.add_argument("--quick", action="store_true", help="in three minutes")
+    parser.add_argument("--only", metavar="NAME", default="", help="parts named so")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+
+    report = measure(arguments.quick, arguments.only)
+    report.environment["arguments"] = " ".join(sys.argv[1:]) or "none"
+    report.write(arguments.output)
+    print(*(f"{k}: {v}" for k, v in report.environment.items()), sep="\n")
+    print(*(f"left out: {k}: {v}" for k, v in report.missing.items()), sep="\n")
+    print(f"\n{report.bars()}\n\nAll of it is in {arguments.output}")
+
+
+def measure(quick: bool, only: str) -> Report:
+    """Runs the parts with `only` in their names."""
+    missing = {name: reason for name, p in PEERS.items() if (reason := p.missing())}
+    # ejkernel's import turns it on: what is stored would not be compiled again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    report = Report(machine.describe(), missing)
+    patience = timing.QUICK if quick else timing.Patience()
+    chosen = [contest.shortened() if quick else contest for contest in contests()]
+    chosen = [c for c in chosen if c.entries and only in c.name]
+    exact = [
+        Workload(512 if quick else 1024, dtype=dtype, gradient=gradient)
+        for dtype in ("float32", "bfloat16")
+        for gradient in (False, True)
+        if only in "accuracy"
+    ]
+    judged = ("flash", "standard", "jax.nn") if quick else tuple(PEERS)
+    with_memory = only in "memory"
+
+    with tqdm(total=len(chosen) + with_memory + len(exact), unit="part") as progress:
+        for contest in chosen:
+            outcome = timing.run_contest(contest, patience, progress.set_postfix_str)
+            report.outcomes.append(outcome)
+            progress.update()
+        if with_memory:
+            progress.set_postfix_str("memory and compilation")
+            report.footprints += measures.footprints(num_times=1 if quick else 3)
+            progress.update()
+        for workload in exact:
+            progress.set_postfix_str(f"accuracy in {workload.dtype}")
+            report.accuracies += measures.accuracies(workload, judged)
+            progress.update()
+        progress.set_postfix_str("")
+
+    report.verdicts += bars.judge_times(report.outcomes)
+    report.verdicts += bars.judge_footprints(report.footprints)
+    report.verdicts += bars.judge_accuracies(report.accuracies)
+    return report
+
+
+if __name__ == "__main__":
+    main()
