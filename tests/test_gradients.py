@@ -1,5 +1,6 @@
 """Gradients of gradients, through every result, and against finite differences."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -151,3 +152,35 @@ def test_integer_and_boolean_arguments_have_no_gradient() -> None:
         return jnp.sum(eqxa.flash_attention(**arrays, mask=mask))
 
     assert jax.grad(loss, allow_int=True)(mask).dtype == jax.dtypes.float0
+
+
+def decode(query: Array, key: Array, value: Array) -> Array:
+    end = jnp.full(query.shape[:1], key.shape[1])
+    return eqxa.ragged_decode_attention(
+        query, key, value, jnp.zeros_like(end), end, block_size=4
+    )
+
+
+@pytest.mark.parametrize("backend", ("flash-2x3", "decode"))
+def test_second_derivatives_of_scanned_layers(backend: str) -> None:
+    """A loop around the loop over chunks, in reverse of reverse."""
+    given = {n: jnp.asarray(x) for n, x in qkv(v_dim=3).items()}
+
+    def slope(attend: Callable[..., Array]) -> Array:
+        def layers(query: Array) -> Array:
+            def layer(x: Array, _: None) -> tuple[Array, None]:
+                return attend(x, given["key"], given["value"]), None
+
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, query, None, length=2)[0]))
+
+        def squared(query: Array) -> Array:
+            return jnp.sum(jax.grad(layers)(query) ** 2)
+
+        return jax.jit(jax.grad(squared))(given["query"])
+
+    attend, options = {
+        "decode": (decode, {"causal": True, "query_offset": 3}),
+        "flash-2x3": (BACKENDS["flash-2x3"], {}),
+    }[backend]
+    expected = slope(functools.partial(eqxa.standard_attention, **options))
+    close("second derivative", slope(attend), expected)

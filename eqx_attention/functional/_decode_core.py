@@ -5,15 +5,15 @@ outside is never read, so the cost follows the sum of the lengths. Derivatives o
 order and mode are those of the whole row of logits, whose size is that of the cache.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from .._jax import accumulation_dtype, vary_like, vary_together, varying_axes
 from ._batch import map_batch
 from ._block import attend_block, attend_tile, whole
 from ._caches import Cache
+from ._derivative import derivatives_of
 from ._inputs import Operands, Problem
 from ._logits import LogitRules, ScoreParameters
 from ._online_softmax import SoftmaxState, no_keys
@@ -30,7 +30,7 @@ def decode_state(
 ) -> SoftmaxState:
     """The state of every query after the keys of its sequence."""
     if 0 in (*query.shape, cache.capacity):
-        return _whole_rows(query, cache, parameters, rules)
+        return _whole_rows(query, cache, parameters, rules=rules)
     query, cache, parameters, rules = vary_together((query, cache, parameters, rules))
     state = _attend(query, cache, parameters, rules=rules)
     return SoftmaxState(
@@ -38,7 +38,19 @@ def decode_state(
     )
 
 
-@eqx.filter_custom_jvp
+def _whole_rows(
+    query: Float[Array, "batch kv_heads group q_len qk_dim"],
+    cache: Cache,
+    parameters: ScoreParameters,
+    *,
+    rules: LogitRules,
+) -> SoftmaxState:
+    key, value = cache.contents()
+    problem = Problem(Operands(query, key, value, parameters), rules, None)
+    return attend_block(problem, whole(problem))[0]
+
+
+@derivatives_of(_whole_rows)
 def _attend(
     query: Float[Array, "batch kv_heads group q_len qk_dim"],
     cache: Cache,
@@ -66,30 +78,6 @@ def _attend(
         rules.visibility,
         batch=batch,
     )
-
-
-@_attend.def_jvp
-def _attend_jvp(
-    primals: tuple[Array, Cache, ScoreParameters],
-    tangents: tuple[PyTree, PyTree, PyTree],
-    *,
-    rules: LogitRules,
-) -> tuple[SoftmaxState, PyTree]:
-    def plain(query: Array, cache: Cache, parameters: ScoreParameters) -> SoftmaxState:
-        return _whole_rows(query, cache, parameters, rules)
-
-    return _attend(*primals, rules=rules), eqx.filter_jvp(plain, primals, tangents)[1]
-
-
-def _whole_rows(
-    query: Float[Array, "batch kv_heads group q_len qk_dim"],
-    cache: Cache,
-    parameters: ScoreParameters,
-    rules: LogitRules,
-) -> SoftmaxState:
-    key, value = cache.contents()
-    problem = Problem(Operands(query, key, value, parameters), rules, None)
-    return attend_block(problem, whole(problem))[0]
 
 
 def _walk_blocks(

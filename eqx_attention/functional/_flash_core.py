@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from .._config import ChunkSizes
 from .._jax import vary_together, vjp
 from ._block import attend_block, attend_rows, whole
+from ._derivative import derivatives_of
 from ._dropout import Dropout
 from ._flash_backward import Wanted, backward
 from ._flash_forward import forward
@@ -79,30 +80,42 @@ def _attend_bwd(
     )
 
 
-@eqx.filter_custom_jvp
+def _plain_forward(
+    operands: Operands, *, rules: LogitRules, dropout: Dropout | None, sizes: ChunkSizes
+) -> SoftmaxState:
+    del sizes
+    return attend_rows(Problem(operands, rules, dropout))
+
+
+@derivatives_of(_plain_forward)
 def _forward(
     operands: Operands, *, rules: LogitRules, dropout: Dropout | None, sizes: ChunkSizes
 ) -> SoftmaxState:
     return forward(Problem(operands, rules, dropout), sizes)
 
 
-@_forward.def_jvp
-def _forward_jvp(
-    primals: tuple[Operands],
-    tangents: tuple[PyTree],
+def _plain_backward(
+    operands: Operands,
+    cotangent: SoftmaxState,
     *,
     rules: LogitRules,
     dropout: Dropout | None,
     sizes: ChunkSizes,
-) -> tuple[SoftmaxState, PyTree]:
-    def plain(operands: Operands) -> SoftmaxState:
-        return attend_rows(Problem(operands, rules, dropout))
+    wanted: Wanted,
+) -> Operands:
+    del sizes
+    free = Operands(
+        operands.query, operands.key, operands.value, wanted.of(operands.parameters)
+    )
 
-    state = _forward(*primals, rules=rules, dropout=dropout, sizes=sizes)
-    return state, eqx.filter_jvp(plain, primals, tangents)[1]
+    def state(free: Operands) -> SoftmaxState:
+        return attend_rows(Problem(eqx.combine(free, operands), rules, dropout))
+
+    (gradient,) = vjp(state, free)[1](cotangent)
+    return gradient
 
 
-@eqx.filter_custom_jvp
+@derivatives_of(_plain_backward)
 def _backward(
     operands: Operands,
     cotangent: SoftmaxState,
@@ -112,36 +125,4 @@ def _backward(
     sizes: ChunkSizes,
     wanted: Wanted,
 ) -> Operands:
-    problem = Problem(operands, rules, dropout)
-    return backward(problem, sizes, wanted, cotangent)
-
-
-@_backward.def_jvp
-def _backward_jvp(
-    primals: tuple[Operands, SoftmaxState],
-    tangents: tuple[PyTree, PyTree],
-    *,
-    rules: LogitRules,
-    dropout: Dropout | None,
-    sizes: ChunkSizes,
-    wanted: Wanted,
-) -> tuple[Operands, PyTree]:
-    def plain(operands: Operands, cotangent: SoftmaxState) -> Operands:
-        free = Operands(
-            operands.query,
-            operands.key,
-            operands.value,
-            wanted.of(operands.parameters),
-        )
-
-        def state(free: Operands) -> SoftmaxState:
-            full = eqx.combine(free, operands)
-            return attend_rows(Problem(full, rules, dropout))
-
-        (gradient,) = vjp(state, free)[1](cotangent)
-        return gradient
-
-    gradient = _backward(
-        *primals, rules=rules, dropout=dropout, sizes=sizes, wanted=wanted
-    )
-    return gradient, eqx.filter_jvp(plain, primals, tangents)[1]
+    return backward(Problem(operands, rules, dropout), sizes, wanted, cotangent)
