@@ -83,7 +83,7 @@ def problems(draw: Draw) -> tuple[Arrays, dict[str, Any]]:
 
 
 @given(problem=problems(), chunks=st.sampled_from([(2, 3), (4, 2), (16, 16)]))
-@settings(max_examples=14, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 def test_flash(problem: tuple[Arrays, dict[str, Any]], chunks: tuple[int, int]) -> None:
     arrays, options = problem
     check(flash(*chunks), arrays, **options)
