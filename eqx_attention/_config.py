@@ -50,8 +50,14 @@ class ChunkSizes:
 
 
 def default_chunk_sizes(q_len: int, kv_len: int) -> ChunkSizes:
-    """The chunk sizes that flash attention takes if it is given none."""
-    return ChunkSizes(min(512, max(q_len, 1)), min(512, max(kv_len, 1)))
+    """The chunk sizes that flash attention takes if it is given none: 256 x 512.
+
+    On a CPU of two cores, float32, 8 heads of 64, causal, this is the fastest of what
+    was tried with JAX 0.10: 512 x 512 takes 1.05 times as long forward at 4096, and
+    1.12 times for the gradient at 2048; 256 x 256 takes 1.4 times. With JAX 0.12,
+    256 x 256 takes 0.9 times as long. On other devices nothing was measured.
+    """
+    return ChunkSizes(min(256, max(q_len, 1)), min(512, max(kv_len, 1)))
 
 
 @dataclasses.dataclass(frozen=True)

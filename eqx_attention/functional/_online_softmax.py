@@ -49,13 +49,22 @@ def absorb(
     if state is not None:
         max_logits = jnp.maximum(max_logits, state.max_logits)
     reference = finite(max_logits)
-    weights = exp_below(logits, reference[..., None]).astype(dtype)
+    # Where derivatives are JAX's own, `exp_below` would keep a matrix more for them.
+    exp = exp_of_difference if state is None else exp_below
+    weights = exp(logits, reference[..., None]).astype(dtype)
     numerator, denominator = weighted_sum(weights), jnp.sum(weights, axis=-1)
     if state is not None:
         decay = jnp.exp(state.max_logits - reference)
         numerator = state.numerator * decay[..., None] + numerator
         denominator = state.denominator * decay + denominator
     return SoftmaxState(numerator, max_logits, denominator)
+
+
+def exp_of_difference(
+    logits: Float[Array, "..."], reference: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """`exp(logits - reference)`, in the dtype of the logits."""
+    return jnp.exp(logits - reference.astype(logits.dtype))
 
 
 def exp_below(
