@@ -4,7 +4,7 @@ They are called through this file, so that each ignored rule stands in one place
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +16,6 @@ _Carry = TypeVar("_Carry")
 _Out = TypeVar("_Out")
 _X = TypeVar("_X")
 _Args = TypeVarTuple("_Args")
-_P = ParamSpec("_P")
 
 _Index: TypeAlias = int | Int[Array, ""]
 
