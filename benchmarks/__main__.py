@@ -2,14 +2,16 @@
 
     python -m benchmarks                  # all; the better part of an hour
     python -m benchmarks --quick          # three minutes
-    python -m benchmarks --only "causal 2048" --output somewhere
+    python -m benchmarks --only "causal 2048" memory --output somewhere
 
 Parts are the contests of `workloads.py`, and "memory" and "accuracy"; `--only` takes
-those with that text in their name. The package is imported from where it is installed.
+those with one of these texts in their name. The package is imported from where it is
+installed.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -29,7 +31,9 @@ def main() -> None:
         prog="python -m benchmarks", description="Times attention side by side."
     )
     parser.add_argument("--quick", action="store_true", help="in three minutes")
-    parser.add_argument("--only", metavar="NAME", default="", help="parts named so")
+    parser.add_argument(
+        "--only", metavar="NAME", nargs="+", default=[""], help="parts named so"
+    )
     parser.add_argument("--output", metavar="DIR", type=Path, default=RESULTS)
     arguments = parser.parse_args()
 
@@ -41,23 +45,27 @@ def main() -> None:
     print(f"\n{report.bars()}\n\nAll of it is in {arguments.output}")
 
 
-def measure(quick: bool, only: str) -> Report:
-    """Runs the parts with `only` in their names."""
+def measure(quick: bool, only: Sequence[str]) -> Report:
+    """Runs the parts with one of `only` in their names."""
+
+    def is_asked_for(part: str) -> bool:
+        return any(text in part for text in only)
+
     missing = {name: reason for name, p in PEERS.items() if (reason := p.missing())}
     # ejkernel's import turns it on: what is stored would not be compiled again.
     jax.config.update("jax_enable_compilation_cache", False)
     report = Report(machine.describe(), missing)
     patience = timing.QUICK if quick else timing.Patience()
     chosen = [contest.shortened() if quick else contest for contest in contests()]
-    chosen = [c for c in chosen if c.entries and only in c.name]
+    chosen = [c for c in chosen if c.entries and is_asked_for(c.name)]
     exact = [
         Workload(512 if quick else 1024, dtype=dtype, gradient=gradient)
         for dtype in ("float32", "bfloat16")
         for gradient in (False, True)
-        if only in "accuracy"
+        if is_asked_for("accuracy")
     ]
     judged = ("flash", "standard", "jax.nn") if quick else tuple(PEERS)
-    with_memory = only in "memory"
+    with_memory = is_asked_for("memory")
 
     with tqdm(total=len(chosen) + with_memory + len(exact), unit="part") as progress:
         for contest in chosen:

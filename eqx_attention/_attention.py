@@ -13,7 +13,6 @@ from ._config import (
     ChunkSizes,
     Precision,
     check_is_a,
-    default_chunk_sizes,
 )
 from ._typing import (
     Bias,
@@ -186,8 +185,7 @@ def attention(
         case Backend.STANDARD:
             out, lse, _ = standard(inputs)
         case Backend.FLASH:
-            sizes = chunk_sizes or default_chunk_sizes(query.shape[-3], key.shape[-3])
-            out, lse = flash(inputs, sizes)
+            out, lse = flash(inputs, chunk_sizes or inputs.default_chunk_sizes())
         case Backend.AUTO | Backend.RAGGED_DECODE:
             raise AssertionError("resolve() leaves two choices without sequence_end")
         case _:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from ._jax import positive_range
+from ._jax import on_cpu, positive_range
 from ._typing import Number, Window
 
 Precision: TypeAlias = jax.lax.PrecisionLike
@@ -49,15 +49,34 @@ class ChunkSizes:
                 raise ValueError(f"ChunkSizes.{name} is {size}, but must be at least 1")
 
 
-def default_chunk_sizes(q_len: int, kv_len: int) -> ChunkSizes:
-    """The chunk sizes that flash attention takes if it is given none: 256 x 512.
+_PRODUCTS_SPREAD_BY_HEAD = jax.__version_info__ >= (0, 11)
+"""Whether XLA gives the products of a tile's heads to several cores of a CPU.
 
-    On a CPU of two cores, float32, 8 heads of 64, causal, this is the fastest of what
-    was tried with JAX 0.10: 512 x 512 takes 1.05 times as long forward at 4096, and
-    1.12 times for the gradient at 2048; 256 x 256 takes 1.4 times. With JAX 0.12,
-    256 x 256 takes 0.9 times as long. On other devices nothing was measured.
+Before, each product has to be large enough for several cores by itself.
+"""
+
+
+def default_chunk_sizes(
+    q_len: int, kv_len: int, group: int = 1, *, local: bool = False
+) -> ChunkSizes:
+    """The chunk sizes that flash attention takes if it is given none.
+
+    256 x 256; but with JAX 0.10 on a CPU, and if each query head has a key head of its
+    own (`group`, how many share one, is 1), 512 x 512, or 512 x 256 if attention is
+    `local`: a window, segments or cumulative lengths are given. No more than the
+    lengths.
+
+    Measured on a CPU of two cores, float32, 8 heads of 64, causal. With JAX 0.12, at
+    2048, 512 x 512 takes 1.12 times as long forward, and 1.15 times for the gradient.
+    With JAX 0.10, where 256 x 256 uses one core, that takes 1.5 and 1.3 times as long
+    as 512 x 512, but 0.82 and 0.95 times with 4 query heads to a key head; and a window
+    of 256 at 8192 takes 0.8 times as long with 512 x 256. On other devices nothing was
+    measured.
     """
-    return ChunkSizes(min(256, max(q_len, 1)), min(512, max(kv_len, 1)))
+    query = key = 256
+    if on_cpu() and group == 1 and not _PRODUCTS_SPREAD_BY_HEAD:
+        query, key = 512, 256 if local else 512
+    return ChunkSizes(min(query, max(q_len, 1)), min(key, max(kv_len, 1)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,11 @@ def accumulation_dtype(*arrays: Float[Array, "..."]) -> DTypeLike:
     return jnp.float64 if wide else jnp.float32
 
 
+def on_cpu() -> bool:
+    """Whether arrays go to a CPU unless they are put elsewhere."""
+    return jax.default_backend() == "cpu"
+
+
 def positive_range(dtype: DTypeLike) -> tuple[float, float]:
     """The least positive number of a floating dtype at full precision; the greatest."""
     limits = jnp.finfo(dtype)  # pyright: ignore[reportUnknownVariableType]  # of any dtype
@@ -61,6 +66,16 @@ def pad(
 ) -> Shaped[Array, "..."]:
     """`x` with `widths[axis] = (before, after)` entries of `fill` put around it."""
     return jnp.pad(x, widths, constant_values=fill)  # pyright: ignore[reportUnknownMemberType]  # its **kwargs
+
+
+def platform_dependent(
+    x: Float[Array, "..."],
+    *,
+    cpu: Callable[[Array], Array],
+    default: Callable[[Array], Array],
+) -> Float[Array, "..."]:
+    """`lax.platform_dependent`: `cpu(x)` where that is lowered for a CPU."""
+    return lax.platform_dependent(x, cpu=cpu, default=default)  # pyright: ignore[reportUnknownVariableType]  # has no types
 
 
 def fori_loop(

@@ -10,6 +10,7 @@ import pytest
 from jaxtyping import Array
 
 import eqx_attention as eqxa
+from eqx_attention.functional import _online_softmax
 
 from .helpers import BACKENDS, FEW_BACKENDS, Arrays, check, close, normal, qkv
 
@@ -126,3 +127,14 @@ def test_pages_that_are_not_there() -> None:
             eqxa.paged_decode_attention(query, pages, pages, table, start, end)
     unused = jnp.asarray([[0, 1, 99]])
     eqxa.paged_decode_attention(query, pages, pages, unused, start, end)
+
+
+def test_the_fast_exponential() -> None:
+    """As close as its comment says, exactly 0 far below, and NaN stays."""
+    logits = np.concatenate([-np.linspace(0, 87, 100_001), [-np.inf, -1e30, np.nan]])
+    logits = logits.astype(np.float32)
+    fast = jax.jit(lambda x: _online_softmax.fast_exp_below(x, jnp.float32(0)))(logits)
+    exact = np.exp(logits[:-3].astype(np.float64))
+    error = np.abs(np.asarray(fast)[:-3] - exact) / exact
+    assert np.all(error < 1e-7 * (2 - logits[:-3]))
+    np.testing.assert_array_equal(fast[-3:], [0, 0, np.nan])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import eqx_attention as eqxa
+from eqx_attention.functional import _inputs
 
 from .helpers import (
     BACKENDS,
@@ -16,6 +17,7 @@ from .helpers import (
     Attend,
     agree,
     call,
+    flash,
     normal,
     qkv,
     want,
@@ -157,3 +159,18 @@ def test_pairs_of_flash(line: tuple[str, ...], keep: np.ndarray) -> None:
 def test_all_at_once(backend: str, either: str, keep: np.ndarray) -> None:
     others = (name for name in OPTIONS if name not in ("packed", "segments"))
     compare(BACKENDS[backend], *gather(*others, either), keep)
+
+
+@pytest.mark.parametrize("form", ("nothing", "bias of heads", "mask of kv_heads"))
+@pytest.mark.parametrize("either", ("packed", "segments"))
+def test_one_head_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, either: str, form: str, keep: np.ndarray
+) -> None:
+    """What would not stay in a CPU's caches is taken by heads and batch elements.
+
+    These chunks are no other test's, so nothing compiled before is used.
+    """
+    monkeypatch.setattr(_inputs, "tile_capacity", lambda: 1)
+    others = (name for name in OPTIONS if name not in ("packed", "segments"))
+    arrays, options = gather(*others, either)
+    compare(flash(3, 4), arrays | FORMS[form][0], options, keep)

@@ -14,7 +14,7 @@ from ._dropout import Dropout
 from ._inputs import Operands, Problem
 from ._logits import LogitRules, contract, drop_unseen
 from ._online_softmax import SoftmaxState, absorb
-from ._tiles import Layout, Tile
+from ._tiles import Layout, Tile, merge_rows
 
 _ROWS = 128
 """Queries at a time in `attend_rows`: their logits are its largest array."""
@@ -36,13 +36,24 @@ def attend_tile(
     products = rules.products(operands.query, operands.key, tile.layout)
     logits = rules.logits(products, operands.parameters, tile, allowed)
     value = drop_unseen(operands.value, allowed, tile)
+    shape = logits.shape
+    merged_logits = merge_rows(logits, 2)
+    value = value.reshape(*merged_logits.shape[:-2], *value.shape[-2:])
 
     def weighted_sum(weights: Array) -> Array:
         if dropout is not None:
-            weights = dropout.apply(weights, tile)
-        return contract("bkgqs,bksd->bkgqd", weights, value, rules.precision)
+            kept = dropout.apply(weights.reshape(shape), tile)
+            weights = kept.reshape(weights.shape)
+        return contract("...ts,...sd->...td", weights, value, rules.precision)
 
-    return absorb(state, logits, weighted_sum, operands.accumulator), logits
+    if state is not None:
+        state = tree_map(lambda x: merge_rows(x, 2), state)
+    state = absorb(state, merged_logits, weighted_sum, operands.accumulator)
+    return SoftmaxState(
+        state.numerator.reshape(*shape[:-1], value.shape[-1]),
+        state.max_logits.reshape(shape[:-1]),
+        state.denominator.reshape(shape[:-1]),
+    ), logits
 
 
 def attend_block(
@@ -62,15 +73,20 @@ def attend_block(
         sees = jnp.any(allowed, axis=-1, keepdims=True)
         query = jnp.where(sees, query, jnp.zeros_like(query))
         key = drop_unseen(key, allowed, tile)
-    operands = Operands(query, key, operands.value, parameters)
+    operands = Operands(query, key, operands.value, parameters).with_scaled_query()
     return attend_tile(None, operands, rules, problem.dropout, tile, allowed)
 
 
 def whole(problem: Problem) -> Tile:
     """All queries and all keys."""
-    start = jnp.int32(0)
-    q_len, kv_len = problem.operands.query.shape[3], problem.operands.key.shape[2]
-    return Tile(start, start, q_len, kv_len, Layout.KEYS_MINOR)
+    return rows_of(problem, jnp.int32(0), problem.operands.query.shape[3])
+
+
+def rows_of(problem: Problem, q_start: Int[Array, ""], q_size: int) -> Tile:
+    """Some queries, of all heads, and all keys."""
+    _, kv_heads, kv_len, _ = problem.operands.key.shape
+    zero = jnp.int32(0)
+    return Tile(zero, q_start, zero, kv_heads, q_size, kv_len, Layout.KEYS_MINOR)
 
 
 def attend_rows(problem: Problem) -> SoftmaxState:
@@ -79,7 +95,7 @@ def attend_rows(problem: Problem) -> SoftmaxState:
     Memory grows with the length and not with its square, in derivatives of any order.
     """
     query = problem.operands.query
-    q_len, kv_len = query.shape[3], problem.operands.key.shape[2]
+    q_len = query.shape[3]
     size = min(_ROWS, q_len)
     count = -(-q_len // size)
     query = pad_to(query, count * size, axis=3)
@@ -87,7 +103,7 @@ def attend_rows(problem: Problem) -> SoftmaxState:
     def rows(chunk: Int[Array, ""]) -> SoftmaxState:
         start = chunk * size
         part = lax.dynamic_slice_in_dim(query, start, size, axis=3)
-        tile = Tile(start, jnp.int32(0), size, kv_len, Layout.KEYS_MINOR)
+        tile = rows_of(problem, start, size)
         return attend_block(problem.with_query(part), tile)[0]
 
     states = map_(eqx.filter_checkpoint(rows), jnp.arange(count, dtype=jnp.int32))

@@ -88,7 +88,7 @@ def _walk_blocks(
     rules: LogitRules,
 ) -> SoftmaxState:
     """One sequence's queries against the blocks of its cache that hold work."""
-    q_len = query.shape[3]
+    _, kv_heads, _, q_len, _ = query.shape
     schedule = Schedule(
         rules.visibility, parameters.bias, q_len, q_len, cache.block_size
     )
@@ -96,10 +96,8 @@ def _walk_blocks(
 
     def visit(block: Int[Array, ""], state: SoftmaxState, masked: bool) -> SoftmaxState:
         tile = Tile(
-            start,
-            block * cache.block_size,
-            q_len,
-            cache.block_size,
+            *(start, start, block * cache.block_size),
+            *(kv_heads, q_len, cache.block_size),
             Layout.KEYS_MINOR,
         )
         key, value = cache.block(sequence, block)

@@ -47,7 +47,8 @@ class Dropout(eqx.Module):
             _, kv_heads, group, _, _ = weights.shape
         else:
             _, kv_heads, _, group, _ = weights.shape
-        keep = self.keep(kv_heads * group, tile.q_index, tile.kv_index)
+        heads = jnp.arange(kv_heads * group, dtype=jnp.int32) + tile.head_start * group
+        keep = self.keep(heads, tile.q_index, tile.kv_index)
         keep = tile.arrange(
             keep.reshape(keep.shape[0], kv_heads, group, *keep.shape[2:])
         )
@@ -55,10 +56,10 @@ class Dropout(eqx.Module):
 
     def keep(
         self,
-        num_heads: int,
+        heads: Int[Array, " heads"],
         q_index: Int[Array, " q_size"],
         kv_index: Int[Array, " kv_size"],
-    ) -> Bool[Array, "batch {num_heads} q_size kv_size"]:
+    ) -> Bool[Array, "batch heads q_size kv_size"]:
         """True for the pairs whose weight is kept."""
 
         def row_bits(
@@ -71,9 +72,7 @@ class Dropout(eqx.Module):
         over_queries = jax.vmap(row_bits, in_axes=(None, None, 0))
         over_heads = jax.vmap(over_queries, in_axes=(None, 0, None))
         over_batch = jax.vmap(over_heads, in_axes=(0, None, None))
-        words = over_batch(
-            self.batch_index, jnp.arange(num_heads, dtype=jnp.int32), q_index
-        )
+        words = over_batch(self.batch_index, heads, q_index)
         offset, stride = words[..., 0, None], words[..., 1, None] | jnp.uint32(1)
         columns = kv_index.astype(jnp.uint32)[None, None, None, :]
         bits = lowbias32(columns * stride + offset)

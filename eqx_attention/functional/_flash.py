@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
-from .._config import Alignment, ChunkSizes, Precision, default_chunk_sizes
+from .._config import Alignment, ChunkSizes, Precision
 from .._typing import (
     Bias,
     CumSeqlens,
@@ -154,8 +154,7 @@ def flash_attention(
         logits_dtype=logits_dtype,
         precision=precision,
     )
-    if chunk_sizes is None:
-        chunk_sizes = default_chunk_sizes(query.shape[-3], key.shape[-3])
+    chunk_sizes = chunk_sizes or inputs.default_chunk_sizes()
     if not normalize_output:
         return flash_partial(inputs, chunk_sizes)
     out, lse = flash(inputs, chunk_sizes)

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._config import ChunkSizes
 from .._jax import pad, positive_range, tree_map, vary_like, varying_axes, vjp
 from ._batch import fold_batch
 from ._block import join_chunks, pad_to
 from ._inputs import Operands, Problem
+from ._layout import keys_by_position, queries_by_position
 from ._logits import ScoreParameters, contract, drop_unseen
 from ._online_softmax import SoftmaxState, exp_below
 from ._schedule import Schedule
-from ._tiles import Layout, Tile
+from ._tiles import Layout, Tile, TileSizes, merge_rows
 
 
 class Sums(eqx.Module):
@@ -58,7 +58,7 @@ class Wanted(eqx.Module):
 
 
 def backward(
-    problem: Problem, sizes: ChunkSizes, wanted: Wanted, cotangent: SoftmaxState
+    problem: Problem, sizes: TileSizes, wanted: Wanted, cotangent: SoftmaxState
 ) -> Operands:
     """The gradient of the operands; None for parameters that are not wanted.
 
@@ -80,7 +80,7 @@ def backward(
 
 
 def _one_by_one(
-    problem: Problem, sizes: ChunkSizes, wanted: Wanted, cotangent: SoftmaxState
+    problem: Problem, sizes: TileSizes, wanted: Wanted, cotangent: SoftmaxState
 ) -> Operands:
     """One batch element after the other; gradients of what they share are summed up."""
     operands = problem.operands
@@ -113,13 +113,16 @@ def _one_by_one(
 
 
 def _together(
-    problem: Problem, sizes: ChunkSizes, wanted: Wanted, cotangent: SoftmaxState
+    problem: Problem, sizes: TileSizes, wanted: Wanted, cotangent: SoftmaxState
 ) -> Operands:
     """All batch elements at once; the parameters' gradients are not yet cast."""
     operands, rules = problem.operands, problem.rules
     parameters, dtype = operands.parameters, operands.accumulator
-    q_len, kv_len = operands.query.shape[3], operands.key.shape[2]
-    max_logits = cotangent.max_logits
+    query_scale, max_logits = operands.query_scale, cotangent.max_logits
+    if query_scale is not None:
+        parameters = parameters.without_scale()
+    batch, kv_heads, group, q_len, qk_dim = operands.query.shape
+    kv_len = operands.key.shape[2]
     schedule = Schedule(
         rules.visibility, parameters.bias, q_len, sizes.query, sizes.key
     )
@@ -130,26 +133,30 @@ def _together(
     empty, far = max_logits == -jnp.inf, positive_range(rules.dtype)[1]
     reference = jnp.where(empty, jnp.full_like(max_logits, far), max_logits)
     reference = pad(reference, [(0, 0)] * 3 + [(0, padded_q - q_len)], fill=far)
+    # Queries that see nothing may hold NaN, which must not come into the sums.
     query = jnp.where(empty[..., None], jnp.zeros_like(operands.query), operands.query)
-    query = pad_to(query, padded_q, axis=3)
-    d_numerator = pad_to(cotangent.numerator, padded_q, axis=3)
+    padded_query, d_numerator = (
+        pad_to(queries_by_position(x, (batch,)), padded_q, axis=1)
+        for x in (query, cotangent.numerator)
+    )
     d_denominator = pad_to(cotangent.denominator, padded_q, axis=3)
-    key = pad_to(operands.key, padded_kv, axis=2)
-    value = pad_to(operands.value, padded_kv, axis=2)
+    key, value = (
+        pad_to(keys_by_position(x), padded_kv, axis=1)
+        for x in (operands.key, operands.value)
+    )
 
     def visit_tile(
-        tile: Tile, k: Array, v: Array, masked: bool, key_sums: KeySums
+        tile: Tile, k: Array, k_by_dim: Array, v: Array, masked: bool, key_sums: KeySums
     ) -> tuple[Array, ScoreParameters, KeySums]:
         """The tile's gradients of queries and parameters, and the keys' sums."""
-        q = lax.dynamic_slice_in_dim(query, tile.q_start, tile.q_size, axis=3)
-        d_num = lax.dynamic_slice_in_dim(d_numerator, tile.q_start, tile.q_size, axis=3)
-        d_den = lax.dynamic_slice_in_dim(
-            d_denominator, tile.q_start, tile.q_size, axis=3
-        )
-        shift = lax.dynamic_slice_in_dim(reference, tile.q_start, tile.q_size, axis=3)
+        q, d_num = (tile.queries(x, group) for x in (padded_query, d_numerator))
+        if query_scale is not None:
+            q = q.astype(dtype) * query_scale
+        d_den, shift = tile.numbers(d_denominator), tile.numbers(reference)
         tile_parameters = parameters.cut(tile)
         allowed = rules.allowed(tile_parameters, tile) if masked else None
         k, v = drop_unseen(k, allowed, tile), drop_unseen(v, allowed, tile)
+        k_by_dim = drop_unseen(k_by_dim, allowed, tile, axis=3)
         free = wanted.of(tile_parameters)
 
         def logits_of(products: Array, free: ScoreParameters) -> Array:
@@ -157,41 +164,72 @@ def _together(
             return rules.logits(products, full, tile, allowed)
 
         logits, pull = vjp(logits_of, rules.products(q, k, tile.layout), free)
-        weights = exp_below(logits, tile.rows(shift)).astype(dtype)
-        d_weights = contract("bksd,bkgqd->bksgq", v, d_num, rules.precision)
+        weights = exp_below(merge_rows(logits, 3), merge_rows(shift, 3))
+        weights = weights.astype(dtype)
+        q, d_num = merge_rows(q, 2), merge_rows(d_num, 2)
+        k = k.reshape(*weights.shape[:-2], sizes.key, k.shape[-1])
+        v = v.reshape(*weights.shape[:-2], sizes.key, v.shape[-1])
+        d_weights = contract("...sd,...td->...st", v, d_num, rules.precision)
         kept = weights
         if problem.dropout is not None:
-            kept = problem.dropout.apply(weights, tile)
-            d_weights = problem.dropout.apply(d_weights, tile)
-        d_logits = weights * (d_weights + tile.rows(d_den))
-        d_products, d_free = pull(d_logits.astype(logits.dtype))
-        d_value = contract("bksgq,bkgqd->bksd", kept, d_num, rules.precision)
-        d_key = contract("bksgq,bkgqd->bksd", d_products, q, rules.precision)
-        d_query = contract("bksd,bksgq->bkdgq", k, d_products, rules.precision)
-        return d_query, d_free, KeySums(key_sums.key + d_key, key_sums.value + d_value)
+            kept, d_weights = (
+                merge_rows(problem.dropout.apply(x.reshape(logits.shape), tile), 3)
+                for x in (weights, d_weights)
+            )
+        d_logits = weights * (d_weights + merge_rows(d_den, 3))
+        d_logits = d_logits.astype(logits.dtype).reshape(logits.shape)
+        d_products, d_free = pull(d_logits)
+        d_products = merge_rows(d_products, 3)
+        d_value = contract("...st,...td->...sd", kept, d_num, rules.precision)
+        d_key = contract("...st,...td->...sd", d_products, q, rules.precision)
+        k_by_dim = k_by_dim.reshape(*weights.shape[:-2], qk_dim, sizes.key)
+        d_query = contract("...ds,...st->...dt", k_by_dim, d_products, rules.precision)
+        key_sums = KeySums(
+            key_sums.key + d_key.reshape(key_sums.key.shape),
+            key_sums.value + d_value.reshape(key_sums.value.shape),
+        )
+        d_query = d_query.reshape(batch, sizes.kv_heads, qk_dim, group, sizes.query)
+        return d_query, d_free, key_sums
 
     def column(sums: Sums, kv_chunk: Int[Array, ""]) -> tuple[Sums, KeySums]:
-        kv_start = kv_chunk * sizes.key
-        k = lax.dynamic_slice_in_dim(key, kv_start, sizes.key, axis=2)
-        v = lax.dynamic_slice_in_dim(value, kv_start, sizes.key, axis=2)
+        plan = schedule.queries_for(kv_chunk)
 
-        def visit(
-            q_chunk: Int[Array, ""], carry: tuple[Sums, KeySums], masked: bool
-        ) -> tuple[Sums, KeySums]:
-            sums, key_sums = carry
-            q_start = q_chunk * sizes.query
-            tile = Tile(q_start, kv_start, sizes.query, sizes.key, Layout.QUERIES_MINOR)
-            d_query, d_parameters, key_sums = visit_tile(tile, k, v, masked, key_sums)
-            return _add(sums, q_chunk, tile, d_query, d_parameters), key_sums
+        def some_heads(sums: Sums, head_start: Int[Array, ""]) -> tuple[Sums, KeySums]:
+            def tile_at(q_chunk: Int[Array, ""]) -> Tile:
+                return Tile(
+                    *(head_start, q_chunk * sizes.query, kv_chunk * sizes.key),
+                    *(sizes.kv_heads, sizes.query, sizes.key),
+                    Layout.QUERIES_MINOR,
+                )
 
-        nothing = KeySums(jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-        nothing = vary_like(nothing, varying_axes(k))
-        sums, key_sums = schedule.queries_for(kv_chunk).walk(visit, (sums, nothing))
-        return sums, KeySums(
-            key_sums.key.astype(key.dtype), key_sums.value.astype(value.dtype)
+            first = tile_at(jnp.int32(0))
+            k, v = first.keys(key), first.keys(value)
+            # Transposed here once: in the loop XLA makes a slow product of it.
+            k_by_dim = jnp.swapaxes(k, 2, 3)
+
+            def visit(
+                q_chunk: Int[Array, ""], carry: tuple[Sums, KeySums], masked: bool
+            ) -> tuple[Sums, KeySums]:
+                sums, key_sums = carry
+                tile = tile_at(q_chunk)
+                d_query, d_parameters, key_sums = visit_tile(
+                    tile, k, k_by_dim, v, masked, key_sums
+                )
+                return _add(sums, q_chunk, tile, d_query, d_parameters), key_sums
+
+            nothing = KeySums(jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+            nothing = vary_like(nothing, varying_axes(k))
+            sums, key_sums = plan.walk(visit, (sums, nothing))
+            return sums, KeySums(
+                key_sums.key.astype(key.dtype), key_sums.value.astype(value.dtype)
+            )
+
+        head_starts = jnp.arange(0, kv_heads, sizes.kv_heads, dtype=jnp.int32)
+        sums, key_sums = lax.scan(some_heads, sums, head_starts)
+        return sums, tree_map(
+            lambda x: join_chunks(x, axis=1, length=kv_heads), key_sums
         )
 
-    batch, kv_heads, group, _, qk_dim = query.shape
     sums = Sums(
         jnp.zeros(
             (schedule.q_chunks, batch, kv_heads, qk_dim, group, sizes.query), dtype
@@ -207,19 +245,19 @@ def _together(
         jnp.arange(schedule.kv_chunks, dtype=jnp.int32),
     )
     d_query = join_chunks(jnp.moveaxis(sums.query, 3, 5), axis=3, length=q_len)
+    d_scale = sums.parameters.scale
+    if query_scale is not None:
+        if wanted.scale:
+            d_scale = jnp.sum(d_query * query)
+        d_query = d_query * query_scale
     return Operands(
         d_query.astype(query.dtype),
         join_chunks(key_sums.key, axis=2, length=kv_len),
         join_chunks(key_sums.value, axis=2, length=kv_len),
         ScoreParameters(
-            *(
-                _like(total, x)
-                for total, x in (
-                    (sums.parameters.scale, parameters.scale),
-                    (sums.parameters.bias, parameters.bias),
-                    (sums.parameters.sink_bias, parameters.sink_bias),
-                )
-            )
+            d_scale,
+            _like(sums.parameters.bias, parameters.bias),
+            sums.parameters.sink_bias,
         ),
     )
 
@@ -244,28 +282,29 @@ def _add(
     d_parameters: ScoreParameters,
 ) -> Sums:
     """The sums with one tile's part."""
-    old = lax.dynamic_slice_in_dim(sums.query, q_chunk, 1, axis=0)
-    query = lax.dynamic_update_slice_in_dim(
-        sums.query, old + d_query[None], q_chunk, axis=0
-    )
+    zero = jnp.int32(0)
+    start = (q_chunk, zero, tile.head_start, zero, zero, zero)
+    query = _add_at(sums.query, d_query[None], start)
     total, part = sums.parameters, d_parameters
     scale, bias, sink_bias = total.scale, total.bias, total.sink_bias
     if scale is not None and part.scale is not None:
         scale = scale + part.scale.astype(scale.dtype)
     if sink_bias is not None and part.sink_bias is not None:
-        sink_bias = sink_bias + part.sink_bias.astype(sink_bias.dtype)
+        sink_bias = _add_at(sink_bias, part.sink_bias, (tile.head_start, zero, zero))
     if bias is not None and part.bias is not None:
-        zero = jnp.int32(0)
-        start = (
-            zero,
-            zero,
-            zero,
-            tile.q_start if bias.shape[3] > 1 else zero,
-            tile.kv_start if bias.shape[4] > 1 else zero,
-        )
-        old = lax.dynamic_slice(bias, start, part.bias.shape)
-        bias = lax.dynamic_update_slice(bias, old + part.bias.astype(bias.dtype), start)
+        start = (zero, tile.head_start, zero, tile.q_start, tile.kv_start)
+        bias = _add_at(bias, part.bias, start)
     return Sums(query, ScoreParameters(scale, bias, sink_bias))
+
+
+def _add_at(
+    total: Float[Array, "..."],
+    part: Float[Array, "..."],
+    start: tuple[Int[Array, ""], ...],
+) -> Float[Array, "..."]:
+    """`total` with `part` added from `start` on. Axes of 1 start at 0, by clamping."""
+    old = lax.dynamic_slice(total, start, part.shape)
+    return lax.dynamic_update_slice(total, old + part.astype(total.dtype), start)
 
 
 def _whole_chunks(

@@ -19,14 +19,14 @@ from ._flash_forward import forward
 from ._inputs import Operands, Problem
 from ._logits import LogitRules
 from ._online_softmax import SoftmaxState
+from ._tiles import TileSizes
 
 
-def flash_state(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
+def flash_state(problem: Problem, chunk_sizes: ChunkSizes) -> SoftmaxState:
     """The state of every query after all keys."""
     if problem.is_empty:
         return attend_block(problem, whole(problem))[0]
-    q_len, kv_len = problem.operands.query.shape[3], problem.operands.key.shape[2]
-    sizes = ChunkSizes(min(sizes.query, q_len), min(sizes.key, kv_len))
+    sizes = problem.tile_sizes(chunk_sizes)
     problem = vary_together(problem)
     state = _attend(problem.operands, problem.rules, problem.dropout, sizes)
     return SoftmaxState(
@@ -36,7 +36,7 @@ def flash_state(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
 
 @eqx.filter_custom_vjp
 def _attend(
-    operands: Operands, rules: LogitRules, dropout: Dropout | None, sizes: ChunkSizes
+    operands: Operands, rules: LogitRules, dropout: Dropout | None, sizes: TileSizes
 ) -> SoftmaxState:
     return _forward(operands, rules=rules, dropout=dropout, sizes=sizes)
 
@@ -47,7 +47,7 @@ def _attend_fwd(
     operands: Operands,
     rules: LogitRules,
     dropout: Dropout | None,
-    sizes: ChunkSizes,
+    sizes: TileSizes,
 ) -> tuple[SoftmaxState, Float[Array, "..."]]:
     del perturbed
     state = _forward(operands, rules=rules, dropout=dropout, sizes=sizes)
@@ -62,7 +62,7 @@ def _attend_bwd(
     operands: Operands,
     rules: LogitRules,
     dropout: Dropout | None,
-    sizes: ChunkSizes,
+    sizes: TileSizes,
 ) -> Operands:
     parameters = perturbed.parameters
     wanted = Wanted(
@@ -81,7 +81,7 @@ def _attend_bwd(
 
 
 def _plain_forward(
-    operands: Operands, *, rules: LogitRules, dropout: Dropout | None, sizes: ChunkSizes
+    operands: Operands, *, rules: LogitRules, dropout: Dropout | None, sizes: TileSizes
 ) -> SoftmaxState:
     del sizes
     return attend_rows(Problem(operands, rules, dropout))
@@ -89,7 +89,7 @@ def _plain_forward(
 
 @derivatives_of(_plain_forward)
 def _forward(
-    operands: Operands, *, rules: LogitRules, dropout: Dropout | None, sizes: ChunkSizes
+    operands: Operands, *, rules: LogitRules, dropout: Dropout | None, sizes: TileSizes
 ) -> SoftmaxState:
     return forward(Problem(operands, rules, dropout), sizes)
 
@@ -100,7 +100,7 @@ def _plain_backward(
     *,
     rules: LogitRules,
     dropout: Dropout | None,
-    sizes: ChunkSizes,
+    sizes: TileSizes,
     wanted: Wanted,
 ) -> Operands:
     del sizes
@@ -122,7 +122,7 @@ def _backward(
     *,
     rules: LogitRules,
     dropout: Dropout | None,
-    sizes: ChunkSizes,
+    sizes: TileSizes,
     wanted: Wanted,
 ) -> Operands:
     return backward(Problem(operands, rules, dropout), sizes, wanted, cotangent)

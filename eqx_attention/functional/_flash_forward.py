@@ -6,24 +6,20 @@ hold work. Nothing that is kept grows faster than the length.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from .._config import ChunkSizes
 from .._jax import map_, tree_map, vary_like, varying_axes
 from ._batch import map_batch
 from ._block import attend_tile, join_chunks, pad_to
 from ._inputs import Operands, Problem
+from ._layout import keys_by_position, queries_by_position
 from ._online_softmax import SoftmaxState, no_keys
 from ._schedule import Schedule
-from ._tiles import Layout, Tile
+from ._tiles import Layout, Tile, TileSizes
 
 
-def forward(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
-    """The state of every query after all keys. `sizes` are at most the lengths.
-
-    Where batch elements see other keys, one walks its chunks after the other.
-    """
+def forward(problem: Problem, sizes: TileSizes) -> SoftmaxState:
+    """The state of every query after all keys. `sizes` are at most the lengths."""
     if not problem.walks_apart(sizes):
         return _together(problem, sizes)
 
@@ -34,35 +30,50 @@ def forward(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
     return map_batch(one, *problem.by_element, batch=batch)
 
 
-def _together(problem: Problem, sizes: ChunkSizes) -> SoftmaxState:
+def _together(problem: Problem, sizes: TileSizes) -> SoftmaxState:
     """All batch elements at once, over the chunks that hold work for any."""
     operands, rules = problem.operands, problem.rules
-    q_len = operands.query.shape[3]
+    batch, kv_heads, group, q_len, _ = operands.query.shape
     schedule = Schedule(
         rules.visibility, operands.parameters.bias, q_len, sizes.query, sizes.key
     )
-    query = pad_to(operands.query, schedule.q_chunks * sizes.query, axis=3)
-    key = pad_to(operands.key, schedule.kv_chunks * sizes.key, axis=2)
-    value = pad_to(operands.value, schedule.kv_chunks * sizes.key, axis=2)
+    # By position these are the caller's own arrays, of which XLA makes no copy.
+    query = queries_by_position(operands.query, (batch,))
+    query = pad_to(query, schedule.q_chunks * sizes.query, axis=1)
+    key, value = (
+        pad_to(keys_by_position(x), schedule.kv_chunks * sizes.key, axis=1)
+        for x in (operands.key, operands.value)
+    )
 
     def rows(q_chunk: Int[Array, ""]) -> SoftmaxState:
-        q_start = q_chunk * sizes.query
-        q = lax.dynamic_slice_in_dim(query, q_start, sizes.query, axis=3)
+        plan = schedule.keys_for(q_chunk)
 
-        def visit(
-            kv_chunk: Int[Array, ""], state: SoftmaxState, masked: bool
-        ) -> SoftmaxState:
-            kv_start = kv_chunk * sizes.key
-            tile = Tile(q_start, kv_start, sizes.query, sizes.key, Layout.KEYS_MINOR)
-            k = lax.dynamic_slice_in_dim(key, kv_start, sizes.key, axis=2)
-            v = lax.dynamic_slice_in_dim(value, kv_start, sizes.key, axis=2)
-            own = Operands(q, k, v, operands.parameters.cut(tile))
-            allowed = rules.allowed(own.parameters, tile) if masked else None
-            return attend_tile(state, own, rules, problem.dropout, tile, allowed)[0]
+        def some_heads(head_start: Int[Array, ""]) -> SoftmaxState:
+            def tile_at(kv_chunk: Int[Array, ""]) -> Tile:
+                return Tile(
+                    *(head_start, q_chunk * sizes.query, kv_chunk * sizes.key),
+                    *(sizes.kv_heads, sizes.query, sizes.key),
+                    Layout.KEYS_MINOR,
+                )
 
-        state = no_keys((*q.shape[:-1], value.shape[-1]), operands.accumulator)
-        state = vary_like(state, varying_axes(q))
-        return schedule.keys_for(q_chunk).walk(visit, state)
+            q = tile_at(jnp.int32(0)).queries(query, group)
+
+            def visit(
+                kv_chunk: Int[Array, ""], state: SoftmaxState, masked: bool
+            ) -> SoftmaxState:
+                tile = tile_at(kv_chunk)
+                k, v = tile.keys(key), tile.keys(value)
+                own = Operands(q, k, v, operands.parameters.cut(tile))
+                own = own.with_scaled_query()
+                allowed = rules.allowed(own.parameters, tile) if masked else None
+                return attend_tile(state, own, rules, problem.dropout, tile, allowed)[0]
+
+            state = no_keys((*q.shape[:-1], value.shape[-1]), operands.accumulator)
+            return plan.walk(visit, vary_like(state, varying_axes(q)))
+
+        head_starts = jnp.arange(0, kv_heads, sizes.kv_heads, dtype=jnp.int32)
+        states = map_(some_heads, head_starts)
+        return tree_map(lambda x: join_chunks(x, axis=1, length=kv_heads), states)
 
     states = map_(rows, jnp.arange(schedule.q_chunks, dtype=jnp.int32))
     return tree_map(lambda x: join_chunks(x, axis=3, length=q_len), states)

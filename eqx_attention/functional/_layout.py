@@ -35,6 +35,13 @@ def queries_by_position(
     return jnp.moveaxis(x, 3, 1).reshape(*batch_shape, q_len, kv_heads * group, dim)
 
 
+def keys_by_position(
+    x: Float[Array, "flat_batch kv_heads kv_len dim"],
+) -> Float[Array, "flat_batch kv_len kv_heads dim"]:
+    """Back from `keys_by_head`, with the one batch axis."""
+    return jnp.moveaxis(x, 1, 2)
+
+
 def rows_by_head(
     x: Float[Array, "flat_batch kv_heads group q_len"], batch_shape: tuple[int, ...]
 ) -> Float[Array, "... q_heads q_len"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 from .._config import Precision
 from .._jax import accumulation_dtype, einsum
 from .._typing import Number
-from ._tiles import Layout, Tile
+from ._tiles import Layout, Tile, read_chunk
 from ._visibility import Visibility
 
 
@@ -25,12 +25,20 @@ class ScoreParameters(eqx.Module):
     bias: Float[Array, "b k g q kv"] | None
     sink_bias: Float[Array, "kv_heads group num_sink_tokens"] | None
 
+    def without_scale(self) -> "ScoreParameters":
+        """The others alone."""
+        return ScoreParameters(None, self.bias, self.sink_bias)
+
     def cut(self, tile: Tile) -> "ScoreParameters":
         """The parameters of one tile."""
-        if self.bias is None:
-            return self
-        bias = tile.cut(self.bias, fill=0.0)
-        return ScoreParameters(self.scale, bias, self.sink_bias)
+        bias, sink_bias = self.bias, self.sink_bias
+        if bias is not None:
+            bias = tile.cut(bias, fill=0.0)
+        if sink_bias is not None:
+            sink_bias = read_chunk(
+                sink_bias, tile.head_start, tile.kv_heads, axis=0, fill=0.0
+            )
+        return ScoreParameters(self.scale, bias, sink_bias)
 
 
 class LogitRules(eqx.Module):
@@ -111,18 +119,20 @@ class LogitRules(eqx.Module):
 
 
 def drop_unseen(
-    x: Float[Array, "batch kv_heads kv_size dim"],
+    x: Float[Array, "batch kv_heads ..."],
     allowed: Bool[Array, "..."] | None,
     tile: Tile,
-) -> Float[Array, "batch kv_heads kv_size dim"]:
-    """Keys or values with 0 for those that no query of the tile may see.
+    *,
+    axis: int = 2,
+) -> Float[Array, "batch kv_heads ..."]:
+    """Keys or values (along `axis`) with 0 for those that no query of the tile may see.
 
     A weight of 0 does not remove what it multiplies: 0 times NaN is NaN.
     """
     if allowed is None:
         return x
     axes = (2, 3) if tile.layout is Layout.KEYS_MINOR else (3, 4)
-    seen = jnp.any(allowed, axis=axes)[..., None]
+    seen = jnp.expand_dims(jnp.any(allowed, axis=axes), 5 - axis)
     return jnp.where(seen, x, jnp.zeros_like(x))
 
 

@@ -11,12 +11,16 @@ The maximum is a point of reference and no more: `n / l` and `m + log l` do not 
 on it. So no gradient flows through it, which is exact for all that is made of these.
 """
 
+import math
 from collections.abc import Callable
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float
+
+from .._jax import platform_dependent
 
 
 class SoftmaxState(eqx.Module):
@@ -49,8 +53,8 @@ def absorb(
     if state is not None:
         max_logits = jnp.maximum(max_logits, state.max_logits)
     reference = finite(max_logits)
-    # Where derivatives are JAX's own, `exp_below` would keep a matrix more for them.
-    exp = exp_of_difference if state is None else exp_below
+    # Where there is no state yet, derivatives are JAX's own.
+    exp = exp_of_difference if state is None else fast_exp_below
     weights = exp(logits, reference[..., None]).astype(dtype)
     numerator, denominator = weighted_sum(weights), jnp.sum(weights, axis=-1)
     if state is not None:
@@ -70,14 +74,56 @@ def exp_of_difference(
 def exp_below(
     logits: Float[Array, "..."], reference: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """`exp(logits - reference)` where no logit is above the reference.
+    """`exp(logits - reference)` where no logit is above the reference."""
+    return jnp.exp(_difference_below(logits, reference))
+
+
+def fast_exp_below(
+    logits: Float[Array, "..."], reference: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """`exp_below` for weights that are used once, and have no derivative.
+
+    On a CPU it makes the forward pass 3 to 7 % faster. The backward pass uses weights
+    twice, and XLA, which takes all but `jnp.exp` for cheap, would make them twice.
+    """
+    difference = _difference_below(logits, reference)
+    if difference.dtype != jnp.float32:
+        return jnp.exp(difference)
+    return platform_dependent(difference, cpu=_exp_not_above_0, default=jnp.exp)
+
+
+def _difference_below(
+    logits: Float[Array, "..."], reference: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """`logits - reference`, at most 0.
 
     A compiler may make the logits again here, and round them otherwise than those that
-    the maximum was taken of: at 1e9 a difference may come out as 64. Small ones stay as
-    they are, for the sake of their derivative.
+    the maximum was taken of: at 1e9 a difference may come out as 64.
     """
     difference = logits - reference.astype(logits.dtype)
-    return jnp.exp(jnp.where(difference > 1, jnp.zeros_like(difference), difference))
+    return jnp.minimum(difference, jnp.zeros_like(difference))
+
+
+def _exp_not_above_0(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The exponential of float32 numbers that are not above 0; 0 below -88.
+
+    `2^n 2^f` with n an integer and f within -1/2 and 1/2, by its Taylor polynomial. The
+    relative error is at most 1e-7 (2 + |x|); beside the weight of the maximum, which is
+    1, that is 2e-7.
+    """
+    x = jnp.maximum(x * np.float32(1 / np.log(2)), np.float32(-127))
+    n = jnp.round(x)
+    f = x - n
+    power = jnp.full_like(f, _TAYLOR[0])
+    for coefficient in _TAYLOR[1:]:
+        power = power * f + coefficient
+    bits = lax.bitcast_convert_type(power, jnp.int32)
+    # n goes into the exponent. At -127, where f is 0, what is left is 0.
+    bits = bits + (n.astype(jnp.int32) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+_TAYLOR = [np.float32(math.log(2) ** k / math.factorial(k)) for k in range(6, -1, -1)]
 
 
 def absorb_sinks(

@@ -7,6 +7,7 @@ products contracts a minor axis of the tile or none, which on a CPU is twice as 
 contracting a major one.
 """
 
+import dataclasses
 import enum
 
 import equinox as eqx
@@ -15,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from .._jax import pad
+from ._layout import keys_by_head, queries_by_head
 
 
 class Layout(enum.Enum):
@@ -24,11 +26,25 @@ class Layout(enum.Enum):
     QUERIES_MINOR = "keys group queries"
 
 
-class Tile(eqx.Module):
-    """Which queries and keys: `q_size` from `q_start` on, `kv_size` from `kv_start`."""
+@dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """How many key heads, queries and keys of a batch element a tile has at most."""
 
+    kv_heads: int
+    query: int
+    key: int
+
+
+class Tile(eqx.Module):
+    """Which part: `kv_heads` heads from `head_start` on, and likewise `q` and `kv`.
+
+    Heads are key heads, each with the whole group of query heads that share it.
+    """
+
+    head_start: Int[Array, ""]
     q_start: Int[Array, ""]
     kv_start: Int[Array, ""]
+    kv_heads: int = eqx.field(static=True)
     q_size: int = eqx.field(static=True)
     kv_size: int = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -71,12 +87,48 @@ class Tile(eqx.Module):
             return x
         return jnp.moveaxis(x, -1, 2)
 
+    def queries(
+        self, x: Shaped[Array, "batch q_len q_heads dim"], group: int
+    ) -> Shaped[Array, "batch {self.kv_heads} {group} {self.q_size} dim"]:
+        """This tile's part of what every query has, in whole chunks."""
+        heads = self.kv_heads * group
+        x = read_chunk(x, self.head_start * group, heads, axis=2, fill=0)
+        x = read_chunk(x, self.q_start, self.q_size, axis=1, fill=0)
+        return queries_by_head(x, self.kv_heads)
+
+    def keys(
+        self, x: Shaped[Array, "batch kv_len kv_heads dim"]
+    ) -> Shaped[Array, "batch {self.kv_heads} {self.kv_size} dim"]:
+        """This tile's part of what every key has, in whole chunks."""
+        x = read_chunk(x, self.head_start, self.kv_heads, axis=2, fill=0)
+        x = read_chunk(x, self.kv_start, self.kv_size, axis=1, fill=0)
+        return keys_by_head(x)
+
+    def numbers(
+        self, x: Shaped[Array, "batch kv_heads group q_len"]
+    ) -> Shaped[Array, "..."]:
+        """This tile's part of one number for each row, to broadcast over the tile."""
+        x = read_chunk(x, self.head_start, self.kv_heads, axis=1, fill=0)
+        x = read_chunk(x, self.q_start, self.q_size, axis=3, fill=0)
+        return self.rows(x)
+
     def cut(
         self, x: Shaped[Array, "batch kv_heads group q_len kv_len"], fill: float | int
     ) -> Shaped[Array, "..."]:
         """This tile of a whole matrix whose axes may be 1; `fill` beyond its ends."""
+        x = read_chunk(x, self.head_start, self.kv_heads, axis=1, fill=fill)
         x = read_chunk(x, self.q_start, self.q_size, axis=3, fill=fill)
         return read_chunk(x, self.kv_start, self.kv_size, axis=4, fill=fill)
+
+
+def merge_rows(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """`x` with group (at `axis`) and queries as one axis, and without a batch of 1.
+
+    Products are made of arrays like this. If others are given to them, XLA reshapes
+    weights on their way into the product, and for that computes them twice.
+    """
+    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return x.reshape(shape[1:] if shape[0] == 1 else shape)
 
 
 def read_chunk(
