@@ -91,18 +91,17 @@ class Tile(eqx.Module):
         self, x: Shaped[Array, "batch q_len q_heads dim"], group: int
     ) -> Shaped[Array, "batch {self.kv_heads} {group} {self.q_size} dim"]:
         """This tile's part of what every query has, in whole chunks."""
-        heads = self.kv_heads * group
-        x = read_chunk(x, self.head_start * group, heads, axis=2, fill=0)
-        x = read_chunk(x, self.q_start, self.q_size, axis=1, fill=0)
+        first_head, heads = self.head_start * group, self.kv_heads * group
+        x = _slice(x, self.q_start, self.q_size, first_head, heads)
         return queries_by_head(x, self.kv_heads)
 
     def keys(
         self, x: Shaped[Array, "batch kv_len kv_heads dim"]
     ) -> Shaped[Array, "batch {self.kv_heads} {self.kv_size} dim"]:
         """This tile's part of what every key has, in whole chunks."""
-        x = read_chunk(x, self.head_start, self.kv_heads, axis=2, fill=0)
-        x = read_chunk(x, self.kv_start, self.kv_size, axis=1, fill=0)
-        return keys_by_head(x)
+        return keys_by_head(
+            _slice(x, self.kv_start, self.kv_size, self.head_start, self.kv_heads)
+        )
 
     def numbers(
         self, x: Shaped[Array, "batch kv_heads group q_len"]
@@ -129,6 +128,23 @@ def merge_rows(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     """
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return x.reshape(shape[1:] if shape[0] == 1 else shape)
+
+
+def _slice(
+    x: Shaped[Array, "batch length heads dim"],
+    start: Int[Array, ""],
+    size: int,
+    first_head: Int[Array, ""],
+    heads: int,
+) -> Shaped[Array, "batch {size} {heads} dim"]:
+    """`size` positions of some heads, which must be there.
+
+    In one step: a slice of heads alone would not depend on the chunk, and XLA might
+    make it, of the whole length, ahead of a loop over chunks.
+    """
+    zero = jnp.int32(0)
+    sizes = (x.shape[0], size, heads, x.shape[3])
+    return lax.dynamic_slice(x, (zero, start, first_head, zero), sizes)
 
 
 def read_chunk(
