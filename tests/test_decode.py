@@ -9,6 +9,7 @@ import pytest
 from jaxtyping import Array
 
 import eqx_attention as eqxa
+from eqx_attention.functional import _decode_core
 
 from . import reference
 from .helpers import DIFFERENTIABLE, Arrays, close, flash, normal, qkv
@@ -107,9 +108,11 @@ STATIC: dict[str, dict[str, Any]] = {
 OPTIONS = sorted({**ARRAYS, **STATIC})
 
 
+@pytest.mark.parametrize("q_len", (2, 5), ids=("by hand", "by matrix products"))
 @pytest.mark.parametrize("block_size", BLOCKS)
-def test_several_tokens(block_size: int | None) -> None:
-    check(cache(), block_size=block_size)
+def test_several_tokens(block_size: int | None, q_len: int) -> None:
+    """Of two query heads to a key head, a CPU multiplies up to 4 tokens by hand."""
+    check(cache(q_len), block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", (None, 4))
@@ -126,8 +129,13 @@ def test_options(option: str) -> None:
     check(cache() | ARRAYS.get(option, {}), start, block_size=4, **options)
 
 
-@pytest.mark.parametrize("block_size", (4, 64))
-def test_all_options(block_size: int) -> None:
+@pytest.mark.parametrize("few", (0, 8), ids=("by matrix products", "by hand"))
+@pytest.mark.parametrize("block_size", (5, 64))
+def test_all_options(
+    monkeypatch: pytest.MonkeyPatch, block_size: int, few: int
+) -> None:
+    monkeypatch.setattr(_decode_core, "_FEW", few)
+    jax.clear_caches()  # of what was compiled for the other
     arrays = cache()
     for extra in ("softmax_aux", "sink_bias", "mask", "bias", "softmax_scale"):
         arrays |= ARRAYS[extra]

@@ -4,15 +4,17 @@ Standard attention is this for all queries. The chunked backends take their deri
 of second order, and ragged decoding all of its derivatives, from it.
 """
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from .._jax import map_, pad, tree_map
 from ._dropout import Dropout
 from ._inputs import Operands, Problem
-from ._logits import LogitRules, contract, drop_unseen
+from ._logits import LogitRules, ScoreParameters, contract, drop_unseen
 from ._online_softmax import SoftmaxState, absorb
 from ._tiles import Layout, Tile, merge_rows
 
@@ -30,29 +32,48 @@ def attend_tile(
 ) -> tuple[SoftmaxState, Float[Array, "batch kv_heads group q_size kv_size"]]:
     """`state` after a tile as well, and the tile's logits.
 
-    The operands are those of the tile. This is where logits meet the running softmax,
-    for every backend.
+    The operands are those of the tile.
     """
-    products = rules.products(operands.query, operands.key, tile.layout)
-    logits = rules.logits(products, operands.parameters, tile, allowed)
     value = drop_unseen(operands.value, allowed, tile)
-    shape = logits.shape
-    merged_logits = merge_rows(logits, 2)
-    value = value.reshape(*merged_logits.shape[:-2], *value.shape[-2:])
+    products = rules.products(operands.query, operands.key, tile.layout)
 
     def weighted_sum(weights: Array) -> Array:
         if dropout is not None:
-            kept = dropout.apply(weights.reshape(shape), tile)
+            kept = dropout.apply(weights.reshape(products.shape), tile)
             weights = kept.reshape(weights.shape)
-        return contract("...ts,...sd->...td", weights, value, rules.precision)
+        merged = value.reshape(*weights.shape[:-2], *value.shape[-2:])
+        return contract("...ts,...sd->...td", weights, merged, rules.precision)
 
+    return attend_products(
+        *(state, products, weighted_sum),
+        *(operands.parameters, rules, tile, allowed, operands.accumulator),
+    )
+
+
+def attend_products(
+    state: SoftmaxState | None,
+    products: Float[Array, "batch kv_heads group q_size kv_size"],
+    weighted_sum: Callable[[Float[Array, "..."]], Float[Array, "..."]],
+    parameters: ScoreParameters,
+    rules: LogitRules,
+    tile: Tile,
+    allowed: Bool[Array, "..."] | None,
+    dtype: DTypeLike,
+) -> tuple[SoftmaxState, Float[Array, "batch kv_heads group q_size kv_size"]]:
+    """As `attend_tile`, of products that are made already.
+
+    `weighted_sum` takes the weights to the sums of values, both as `merge_rows` makes
+    them.
+    """
+    logits = rules.logits(products, parameters, tile, allowed)
     if state is not None:
         state = tree_map(lambda x: merge_rows(x, 2), state)
-    state = absorb(state, merged_logits, weighted_sum, operands.accumulator)
+    state = absorb(state, merge_rows(logits, 2), weighted_sum, dtype)
+    rows = logits.shape[:-1]
     return SoftmaxState(
-        state.numerator.reshape(*shape[:-1], value.shape[-1]),
-        state.max_logits.reshape(shape[:-1]),
-        state.denominator.reshape(shape[:-1]),
+        state.numerator.reshape(*rows, state.numerator.shape[-1]),
+        state.max_logits.reshape(rows),
+        state.denominator.reshape(rows),
     ), logits
 
 

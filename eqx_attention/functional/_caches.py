@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
 from ._layout import keys_by_head
-from ._tiles import read_chunk
+from ._tiles import read_chunk, shift
 
 
 class ContiguousCache(eqx.Module):
@@ -46,16 +46,21 @@ class ContiguousCache(eqx.Module):
     def block(
         self, sequence: Int[Array, ""], block: Int[Array, ""]
     ) -> tuple[
-        Float[Array, "1 kv_heads size qk_dim"], Float[Array, "1 kv_heads size v_dim"]
+        Float[Array, "1 size kv_heads qk_dim"], Float[Array, "1 size kv_heads v_dim"]
     ]:
-        """Keys and values of one block, heads first."""
+        """Keys and values of one block, as they lie there."""
+        size, start = self.block_size, block * self.block_size
+        # In one step, so that no row of a cache is ever copied.
+        first = jnp.minimum(start, self.capacity - size)
 
         def read(x: Float[Array, "batch capacity kv_heads dim"]) -> Array:
-            row = lax.dynamic_slice_in_dim(x, sequence, 1, axis=0)
-            start = block * self.block_size
-            return keys_by_head(
-                read_chunk(row, start, self.block_size, axis=1, fill=0.0)
+            zero = jnp.int32(0)
+            rows = lax.dynamic_slice(
+                x, (sequence, first, zero, zero), (1, size, *x.shape[2:])
             )
+            if self.capacity % size == 0:
+                return rows
+            return shift(rows, start - first, axis=1, fill=0.0)
 
         return read(self.key), read(self.value)
 
@@ -113,9 +118,9 @@ class PagedCache(eqx.Module):
     def block(
         self, sequence: Int[Array, ""], block: Int[Array, ""]
     ) -> tuple[
-        Float[Array, "1 kv_heads size qk_dim"], Float[Array, "1 kv_heads size v_dim"]
+        Float[Array, "1 size kv_heads qk_dim"], Float[Array, "1 size kv_heads v_dim"]
     ]:
-        """Keys and values of one block, heads first."""
+        """Keys and values of one block, as they lie there."""
         row = lax.dynamic_slice_in_dim(self.page_table, sequence, 1, axis=0)
         count = self.block_size // self.key_pages.shape[1]
         pages = read_chunk(row, block * count, count, axis=1, fill=0)
@@ -131,20 +136,20 @@ class PagedCache(eqx.Module):
     ]:
         """All keys and values, heads first; unused entries of the table hold any."""
         return (
-            self._gather(self.key_pages, self.page_table),
-            self._gather(self.value_pages, self.page_table),
+            keys_by_head(self._gather(self.key_pages, self.page_table)),
+            keys_by_head(self._gather(self.value_pages, self.page_table)),
         )
 
     def _gather(
         self,
         pages: Float[Array, "num_pages page_size kv_heads dim"],
         table: Integer[Array, "batch count"],
-    ) -> Float[Array, "batch kv_heads size dim"]:
+    ) -> Float[Array, "batch size kv_heads dim"]:
         # Unused entries may be any number: what they bring in has no weight.
         index = jnp.clip(table, 0, pages.shape[0] - 1)
         rows = jnp.take(pages, index, axis=0, mode="clip")
-        return keys_by_head(
-            rows.reshape(rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:])
+        return rows.reshape(
+            rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:]
         )
 
 

@@ -5,21 +5,27 @@ outside is never read, so the cost follows the sum of the lengths. Derivatives o
 order and mode are those of the whole row of logits, whose size is that of the cache.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._jax import accumulation_dtype, vary_like, vary_together, varying_axes
+from .._jax import accumulation_dtype, on_cpu, vary_like, vary_together, varying_axes
 from ._batch import map_batch
-from ._block import attend_block, attend_tile, whole
+from ._block import attend_block, attend_products, attend_tile, whole
 from ._caches import Cache
 from ._derivative import derivatives_of
 from ._inputs import Operands, Problem
-from ._logits import LogitRules, ScoreParameters
+from ._layout import keys_by_head, keys_by_position
+from ._logits import LogitRules, ScoreParameters, drop_unseen
 from ._online_softmax import SoftmaxState, no_keys
 from ._schedule import Schedule
-from ._tiles import Layout, Tile
+from ._tiles import Layout, Tile, merge_rows
 from ._visibility import Visibility
+
+_FEW = 8
+"""Up to so many queries for each key head are multiplied without matrix products."""
 
 
 def decode_state(
@@ -88,7 +94,7 @@ def _walk_blocks(
     rules: LogitRules,
 ) -> SoftmaxState:
     """One sequence's queries against the blocks of its cache that hold work."""
-    _, kv_heads, _, q_len, _ = query.shape
+    _, kv_heads, group, q_len, _ = query.shape
     schedule = Schedule(
         rules.visibility, parameters.bias, q_len, q_len, cache.block_size
     )
@@ -101,8 +107,15 @@ def _walk_blocks(
             Layout.KEYS_MINOR,
         )
         key, value = cache.block(sequence, block)
-        own = Operands(query, key, value, parameters.cut(tile))
-        allowed = rules.allowed(own.parameters, tile) if masked else None
+        own = parameters.cut(tile)
+        allowed = rules.allowed(own, tile) if masked else None
+        if on_cpu() and group * q_len <= _FEW:
+            value = drop_unseen(keys_by_head(value), allowed, tile)
+            products, weighted_sum = _by_hand(query, key, keys_by_position(value))
+            return attend_products(
+                state, products, weighted_sum, own, rules, tile, allowed, dtype
+            )[0]
+        own = Operands(query, keys_by_head(key), keys_by_head(value), own)
         return attend_tile(state, own, rules, None, tile, allowed)[0]
 
     key, value = cache.block(sequence, start)
@@ -110,3 +123,28 @@ def _walk_blocks(
     state = no_keys((*query.shape[:-1], value.shape[-1]), dtype)
     state = vary_like(state, varying_axes(query))
     return schedule.keys_for(start).walk(visit, state)
+
+
+def _by_hand(
+    query: Float[Array, "1 kv_heads group q_len qk_dim"],
+    key: Float[Array, "1 size kv_heads qk_dim"],
+    value: Float[Array, "1 size kv_heads v_dim"],
+) -> tuple[
+    Float[Array, "1 kv_heads group q_len size"],
+    Callable[[Float[Array, "kv_heads rows size"]], Float[Array, "kv_heads rows v_dim"]],
+]:
+    """Products of queries and keys, and what sums up values, as multiply and add.
+
+    For each element of the cache there is so little to do that on a CPU its reading
+    takes the time. Matrix products want heads first, and copy the block for that.
+    """
+    dtype = accumulation_dtype(query, key, value)
+    rows = merge_rows(query, 2).astype(dtype)
+    products = jnp.sum(key[0, :, :, None].astype(dtype) * rows[None], axis=-1)
+    products = jnp.moveaxis(products, 0, -1)
+
+    def weighted_sum(weights: Array) -> Array:
+        weights = jnp.moveaxis(weights, -1, 0)[..., None]
+        return jnp.sum(weights * value[0, :, :, None].astype(dtype), axis=0)
+
+    return products.reshape(*query.shape[:-1], key.shape[1]), weighted_sum

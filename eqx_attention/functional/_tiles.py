@@ -167,7 +167,14 @@ def read_chunk(
         return lax.dynamic_slice_in_dim(x, start, size, axis)
     first = jnp.minimum(start, length - size)
     chunk = lax.dynamic_slice_in_dim(x, first, size, axis)
+    return shift(chunk, start - first, axis=axis, fill=fill)
+
+
+def shift(
+    x: Shaped[Array, "..."], by: Int[Array, ""], *, axis: int, fill: float | int
+) -> Shaped[Array, "..."]:
+    """`x` without its first `by` entries along `axis`, and with `fill` at its end."""
+    size = x.shape[axis]
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size)
-    chunk = pad(chunk, widths, fill=fill)
-    return lax.dynamic_slice_in_dim(chunk, start - first, size, axis)
+    return lax.dynamic_slice_in_dim(pad(x, widths, fill=fill), by, size, axis)
