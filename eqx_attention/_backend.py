@@ -6,7 +6,9 @@ import math
 
 from ._typing import HasShape, checked
 
-_STANDARD_LENGTH = 512
+_STANDARD_LENGTH = 384
+"""Measured on a CPU of two cores: at 512, flash takes 0.7 times as long, and 0.4 to 0.7
+times for the gradient; at 256 and 384 the one or the other is faster."""
 _STANDARD_LOGITS = 2**26
 
 

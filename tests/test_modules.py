@@ -197,15 +197,15 @@ def test_resolve_by_size() -> None:
     spec = jax.ShapeDtypeStruct
     for length, backend in (
         (8, eqxa.Backend.STANDARD),
-        (512, eqxa.Backend.STANDARD),
-        (513, eqxa.Backend.FLASH),
+        (384, eqxa.Backend.STANDARD),
+        (385, eqxa.Backend.FLASH),
         (32768, eqxa.Backend.FLASH),
     ):
         query = key = spec((1, length, 2, 8), jnp.float32)
         chosen = eqxa.resolve(query, key, key)
         assert chosen.backend is backend
         assert str(length) in chosen.reason
-    wide = spec((64, 512, 8, 8), jnp.float32)
+    wide = spec((64, 384, 8, 8), jnp.float32)
     assert eqxa.resolve(wide, wide, wide).backend is eqxa.Backend.FLASH
 
 
