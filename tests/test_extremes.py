@@ -136,5 +136,5 @@ def test_the_fast_exponential() -> None:
     fast = jax.jit(lambda x: _online_softmax.fast_exp_below(x, jnp.float32(0)))(logits)
     exact = np.exp(logits[:-3].astype(np.float64))
     error = np.abs(np.asarray(fast)[:-3] - exact) / exact
-    assert np.all(error < 1e-7 * (2 - logits[:-3]))
+    assert np.all(error < 1.2e-7 * (2 - logits[:-3]))
     np.testing.assert_array_equal(fast[-3:], [0, 0, np.nan])
