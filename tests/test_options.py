@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import eqx_attention as eqxa
-from eqx_attention.functional import _inputs
+from eqx_attention.functional import _problem
 
 from .helpers import (
     BACKENDS,
@@ -170,7 +170,7 @@ def test_one_head_at_a_time(
 
     These chunks are no other test's, so nothing compiled before is used.
     """
-    monkeypatch.setattr(_inputs, "tile_capacity", lambda: 1)
+    monkeypatch.setattr(_problem, "tile_capacity", lambda: 1)
     others = (name for name in OPTIONS if name not in ("packed", "segments"))
     arrays, options = gather(*others, either)
     compare(flash(3, 4), arrays | FORMS[form][0], options, keep)

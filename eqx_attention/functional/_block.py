@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from .._jax import map_, pad, tree_map
 from ._dropout import Dropout
-from ._inputs import Operands, Problem
 from ._logits import LogitRules, ScoreParameters, contract, drop_unseen
 from ._online_softmax import SoftmaxState, absorb
+from ._problem import Operands, Problem
 from ._tiles import Layout, Tile, merge_rows
 
 _ROWS = 128

@@ -16,10 +16,10 @@ from ._batch import map_batch
 from ._block import attend_block, attend_products, attend_tile, whole
 from ._caches import Cache
 from ._derivative import derivatives_of
-from ._inputs import Operands, Problem
 from ._layout import keys_by_head, keys_by_position
 from ._logits import LogitRules, ScoreParameters, drop_unseen
 from ._online_softmax import SoftmaxState, no_keys
+from ._problem import Operands, Problem
 from ._schedule import Schedule
 from ._tiles import Layout, Tile, merge_rows
 from ._visibility import Visibility

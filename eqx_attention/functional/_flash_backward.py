@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._jax import pad, positive_range, tree_map, vary_like, varying_axes, vjp
 from ._batch import fold_batch
 from ._block import join_chunks, pad_to
-from ._inputs import Operands, Problem
 from ._layout import keys_by_position, queries_by_position
 from ._logits import ScoreParameters, contract, drop_unseen
 from ._online_softmax import SoftmaxState, exp_below
+from ._problem import Operands, Problem
 from ._schedule import Schedule
 from ._tiles import Layout, Tile, TileSizes, merge_rows
 

@@ -16,9 +16,9 @@ from ._derivative import derivatives_of
 from ._dropout import Dropout
 from ._flash_backward import Wanted, backward
 from ._flash_forward import forward
-from ._inputs import Operands, Problem
 from ._logits import LogitRules
 from ._online_softmax import SoftmaxState
+from ._problem import Operands, Problem
 from ._tiles import TileSizes
 
 

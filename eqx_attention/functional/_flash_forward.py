@@ -11,9 +11,9 @@ from jaxtyping import Array, Int, PyTree
 from .._jax import map_, tree_map, vary_like, varying_axes
 from ._batch import map_batch
 from ._block import attend_tile, join_chunks, pad_to
-from ._inputs import Operands, Problem
 from ._layout import keys_by_position, queries_by_position
 from ._online_softmax import SoftmaxState, no_keys
+from ._problem import Operands, Problem
 from ._schedule import Schedule
 from ._tiles import Layout, Tile, TileSizes
 
