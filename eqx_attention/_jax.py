@@ -68,6 +68,24 @@ def pad(
     return jnp.pad(x, widths, constant_values=fill)  # pyright: ignore[reportUnknownMemberType]  # its **kwargs
 
 
+def read_bits(
+    read: Callable[[Shaped[Array, "..."], _X], Shaped[Array, "..."]],
+    x: Shaped[Array, "..."],
+    index: _X,
+) -> Shaped[Array, "..."]:
+    """`read(x, index)`, some entries of `x`: in a loop, without a copy of all of it.
+
+    A CPU reads bfloat16 as float32, and XLA converts the whole array ahead of the loop.
+    Integers need not be converted; and what the barrier lets through seems to change in
+    each step, so nothing of it can be made ahead.
+    """
+    if x.dtype != jnp.bfloat16 or not on_cpu():
+        return read(x, index)
+    x, index = lax.optimization_barrier((x, index))  # pyright: ignore[reportUnknownMemberType]  # has no types
+    bits = read(lax.bitcast_convert_type(x, jnp.uint16), index)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
 def platform_dependent(
     x: Float[Array, "..."],
     *,

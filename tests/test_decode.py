@@ -108,10 +108,9 @@ STATIC: dict[str, dict[str, Any]] = {
 OPTIONS = sorted({**ARRAYS, **STATIC})
 
 
-@pytest.mark.parametrize("q_len", (2, 5), ids=("by hand", "by matrix products"))
+@pytest.mark.parametrize("q_len", (2, 5))
 @pytest.mark.parametrize("block_size", BLOCKS)
 def test_several_tokens(block_size: int | None, q_len: int) -> None:
-    """Of two query heads to a key head, a CPU multiplies up to 4 tokens by hand."""
     check(cache(q_len), block_size=block_size)
 
 
@@ -129,13 +128,15 @@ def test_options(option: str) -> None:
     check(cache() | ARRAYS.get(option, {}), start, block_size=4, **options)
 
 
-@pytest.mark.parametrize("few", (0, 8), ids=("by matrix products", "by hand"))
+@pytest.mark.parametrize("lanes", (1, 3, 64))
 @pytest.mark.parametrize("block_size", (5, 64))
 def test_all_options(
-    monkeypatch: pytest.MonkeyPatch, block_size: int, few: int
+    monkeypatch: pytest.MonkeyPatch, block_size: int, lanes: int
 ) -> None:
-    monkeypatch.setattr(_decode_core, "_FEW", few)
-    jax.clear_caches()  # of what was compiled for the other
+    """Whether blocks are read one by one or side by side, as where cores are many."""
+    monkeypatch.setattr(_decode_core, "_LANES", lanes)
+    monkeypatch.setattr(_decode_core, "on_cpu", lambda: False)
+    jax.clear_caches()  # of what was compiled for another number
     arrays = cache()
     for extra in ("softmax_aux", "sink_bias", "mask", "bias", "softmax_scale"):
         arrays |= ARRAYS[extra]

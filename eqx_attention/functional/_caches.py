@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
+from .._jax import read_bits
 from ._layout import keys_by_head
 from ._tiles import read_chunk, shift
 
@@ -55,8 +56,10 @@ class ContiguousCache(eqx.Module):
 
         def read(x: Float[Array, "batch capacity kv_heads dim"]) -> Array:
             zero = jnp.int32(0)
-            rows = lax.dynamic_slice(
-                x, (sequence, first, zero, zero), (1, size, *x.shape[2:])
+            rows = read_bits(
+                lambda x, at: lax.dynamic_slice(x, at, (1, size, *x.shape[2:])),
+                x,
+                (sequence, first, zero, zero),
             )
             if self.capacity % size == 0:
                 return rows
@@ -147,7 +150,11 @@ class PagedCache(eqx.Module):
     ) -> Float[Array, "batch size kv_heads dim"]:
         # Unused entries may be any number: what they bring in has no weight.
         index = jnp.clip(table, 0, pages.shape[0] - 1)
-        rows = jnp.take(pages, index, axis=0, mode="clip")
+        rows = read_bits(
+            lambda pages, index: jnp.take(pages, index, axis=0, mode="clip"),
+            pages,
+            index,
+        )
         return rows.reshape(
             rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:]
         )

@@ -153,6 +153,17 @@ def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
     )
 
 
+def merge_all(states: SoftmaxState) -> SoftmaxState:
+    """The state after the keys of all states, which are stacked in front."""
+    max_logits = lax.stop_gradient(jnp.max(states.max_logits, axis=0))
+    decay = jnp.exp(states.max_logits - finite(max_logits)[None])
+    return SoftmaxState(
+        jnp.sum(states.numerator * decay[..., None], axis=0),
+        max_logits,
+        jnp.sum(states.denominator * decay, axis=0),
+    )
+
+
 def finish(
     state: SoftmaxState,
 ) -> tuple[Float[Array, "*rows v_dim"], Float[Array, "*rows"]]:

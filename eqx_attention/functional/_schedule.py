@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -60,6 +61,58 @@ class Plan(eqx.Module):
             lambda i, carry: visit(order[i], carry, True),
             carry,
         )
+
+
+class Deal(eqx.Module):
+    """The chunks of keys that hold work, of all sequences, dealt out to lanes.
+
+    First `num_full` that hold all pairs, then those with some, up to `num_work`. Lanes
+    run side by side, and each gets as many chunks as the others, however different the
+    sequences are in length: so one sequence may be split among several lanes.
+    """
+
+    sequence: Int[Array, " chunks"]
+    chunk: Int[Array, " chunks"]
+    num_full: Int[Array, ""]
+    num_work: Int[Array, ""]
+    lanes: int = eqx.field(static=True)
+
+    def walk(
+        self,
+        visit: Callable[
+            [Int[Array, ""], Int[Array, ""], Bool[Array, ""] | None, _Carry], _Carry
+        ],
+        carry: _Carry,
+    ) -> _Carry:
+        """Folds `visit(sequence, chunk, active, carry)` over the chunks of each lane.
+
+        `active` is None if all pairs of the chunk are allowed. It is False if the lane
+        has none left: then nothing is to be seen. All lanes start from `carry`, and
+        what they end with is stacked.
+        """
+        # Of the full chunks, those that do not come out even go with the others.
+        full_rounds = self.num_full // self.lanes
+        dealt = full_rounds * self.lanes
+        more_rounds = -((dealt - self.num_work) // self.lanes)
+
+        def walk_lane(lane: Int[Array, ""]) -> _Carry:
+            def full(i: Int[Array, ""], carry: _Carry) -> _Carry:
+                place = lane * full_rounds + i
+                return visit(self.sequence[place], self.chunk[place], None, carry)
+
+            def partial(i: Int[Array, ""], carry: _Carry) -> _Carry:
+                place = dealt + lane * more_rounds + i
+                active = place < self.num_work
+                place = jnp.minimum(place, self.num_work - 1)
+                return visit(self.sequence[place], self.chunk[place], active, carry)
+
+            zero = jnp.int32(0)
+            after_full = fori_loop(zero, full_rounds, full, carry)
+            return fori_loop(zero, more_rounds, partial, after_full)
+
+        if self.lanes == 1:  # slices, where `vmap` would make gathers of them
+            return tree_map(lambda x: x[None], walk_lane(jnp.int32(0)))
+        return jax.vmap(walk_lane)(jnp.arange(self.lanes, dtype=jnp.int32))
 
 
 class Bounds(eqx.Module):
@@ -131,6 +184,30 @@ class Schedule(eqx.Module):
 
     def keys_for(self, q_chunk: Int[Array, ""]) -> Plan:
         """The key chunks that one chunk of queries has to visit."""
+        return self._plan(*self._keys_for(q_chunk))
+
+    def deal(self, q_chunk: Int[Array, ""], *, batch: int, lanes: int) -> Deal:
+        """The key chunks that one chunk of queries has to visit, each sequence its own.
+
+        They are dealt out to at most `lanes` lanes.
+        """
+        some, every = self._keys_for(q_chunk)
+        shape = batch, self.kv_chunks
+        some, every = jnp.broadcast_to(some, shape), jnp.broadcast_to(every, shape)
+        every = every & some
+        order = _ranked(some.ravel(), every.ravel())
+        return Deal(
+            sequence=order // self.kv_chunks,
+            chunk=order % self.kv_chunks,
+            num_full=jnp.sum(every, dtype=jnp.int32),
+            num_work=jnp.sum(some, dtype=jnp.int32),
+            lanes=min(lanes, batch * self.kv_chunks),
+        )
+
+    def _keys_for(
+        self, q_chunk: Int[Array, ""]
+    ) -> tuple[Bool[Array, "#batch chunks"], Bool[Array, "#batch chunks"]]:
+        """Whether some, and whether all, pairs with the keys of a chunk are allowed."""
         some, every = self._by_bounds(self.q_bounds.only(q_chunk), self.kv_bounds)
         in_some, in_every = self._in_kv_range(
             jnp.arange(self.kv_chunks, dtype=jnp.int32)
@@ -142,7 +219,7 @@ class Schedule(eqx.Module):
             )
             some = some & _by_chunk(jnp.any, rows, 4, self.kv_size, self.kv_chunks)
             every = every & _by_chunk(jnp.all, rows, 4, self.kv_size, self.kv_chunks)
-        return self._plan(some, every)
+        return some, every
 
     def queries_for(self, kv_chunk: Int[Array, ""]) -> Plan:
         """The query chunks that have to visit one chunk of keys."""
@@ -166,8 +243,7 @@ class Schedule(eqx.Module):
         num_work = jnp.sum(some, dtype=jnp.int32)
         if self.visibility.unrestricted and self.bias is None and not self._ragged:
             return Plan(None, num_full, num_work)
-        rank = jnp.where(every, 0, jnp.where(some, 1, 2))
-        return Plan(jnp.argsort(rank).astype(jnp.int32), num_full, num_work)
+        return Plan(_ranked(some, every), num_full, num_work)
 
     @property
     def _ragged(self) -> bool:
@@ -223,6 +299,14 @@ class Schedule(eqx.Module):
         if self.bias is not None:
             dense.append(self.bias != -jnp.inf)
         return dense
+
+
+def _ranked(
+    some: Bool[Array, " chunks"], every: Bool[Array, " chunks"]
+) -> Int[Array, " chunks"]:
+    """The chunks: first those that hold all pairs, then those with some, then none."""
+    rank = jnp.where(every, 0, jnp.where(some, 1, 2))
+    return jnp.argsort(rank).astype(jnp.int32)
 
 
 def chunkwise(
