@@ -78,6 +78,14 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def serve(session: nox.Session) -> None:
+    """Serves requests of real lengths; arguments after `--` go to the example."""
+    install(session, "demo", "docs")
+    install_weights(session)
+    session.run("python", "examples/serve.py", *session.posargs)
+
+
+@nox.session
 def real_models(session: nox.Session) -> None:
     """Tests real models with their real weights against stored answers."""
     install(session, "test", "demo")

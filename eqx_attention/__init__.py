@@ -26,6 +26,8 @@ with (
         ChunkSizes as ChunkSizes,
         default_chunk_sizes as default_chunk_sizes,
     )
+    from ._paged_cache import PagedKVCache as PagedKVCache
+    from ._rolling_cache import RollingKVCache as RollingKVCache
     from .functional._flash import flash_attention as flash_attention
     from .functional._paged_decode import (
         paged_decode_attention as paged_decode_attention,

@@ -1,18 +1,34 @@
-"""Keys and values of past tokens, kept for decoding."""
+"""Keys and values of past tokens, kept for decoding in a row for each sequence."""
 
-import equinox as eqx
+from typing import final
+
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Integer
+from typing_extensions import override
 
-from ._config import check_int
-from ._typing import checked, debug_error_if, int32
+from ._cache_base import (
+    AbstractKVCache,
+    KeyRows,
+    RowScales,
+    ValueRows,
+    check_rows,
+    check_sizes,
+    token_counts,
+)
+from ._typing import check_values, checked
+from .functional._caches import ContiguousCache
+from .functional._decode_inputs import DecodeInputs
+from .functional._options import ScoreOptions
+from .functional._store import Store
 
 
-class KVCache(eqx.Module):
-    """The keys and values of a batch of sequences, each with a length of its own.
+@final
+class KVCache(AbstractKVCache):
+    r"""The keys and values of a batch of sequences, each with a length of its own.
 
     Frozen: `append` returns a new cache. Under jit with the old one donated, rows are
-    written in place.
+    written in place. `append` and then `attend` is causal attention of the new tokens,
+    so a prompt in chunks of any size comes to the same as a prompt at once.
 
     **Fields:**
 
@@ -20,11 +36,20 @@ class KVCache(eqx.Module):
         v_dim`.
     - `lengths`: int32 `batch`: how many tokens each sequence has. It is the
         `sequence_end` of [`eqx_attention.ragged_decode_attention`][].
+    - `key_scale`, `value_scale`: None, or if `key` and `value` are int8, float32 `batch
+        capacity kv_heads`. Then what each token and head holds is the integers times
+        the scale.
+
+    In int8 a number is off by at most $\max |x| / 254$, with the largest of its token
+    and head, and rounding in float32. A token and head that holds NaN or infinity reads
+    as NaN throughout, and only those who see the token see that.
     """
 
-    key: Float[Array, "batch capacity kv_heads qk_dim"]
-    value: Float[Array, "batch capacity kv_heads v_dim"]
+    key: KeyRows
+    value: ValueRows
     lengths: Int[Array, " batch"]
+    key_scale: RowScales | None = None
+    value_scale: RowScales | None = None
 
     @staticmethod
     def init(
@@ -43,29 +68,23 @@ class KVCache(eqx.Module):
         - `batch_size`, `capacity`: how many sequences, and the most tokens of each.
         - `kv_heads`, `qk_dim`, `v_dim`: of keys and values; `v_dim` is `qk_dim` by
             default.
-        - `dtype`: a floating dtype; float32 by default.
+        - `dtype`: a floating dtype, or int8; float32 by default.
 
         **Raises:** `ValueError` for a negative size, `TypeError` for what is no int or
-        no floating dtype.
+        no such dtype.
         """
         v_dim = qk_dim if v_dim is None else v_dim
-        sizes = {
-            "batch_size": batch_size,
-            "capacity": capacity,
-            "kv_heads": kv_heads,
-            "qk_dim": qk_dim,
-            "v_dim": v_dim,
-        }
-        for name, size in sizes.items():
-            check_int(name, size)
-            if size < 0:
-                raise ValueError(f"{name} is {size}, but must not be negative")
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"dtype is {jnp.dtype(dtype)}, but must be floating")
-        shape = batch_size, capacity, kv_heads
-        return KVCache(
-            jnp.zeros((*shape, qk_dim), dtype),
-            jnp.zeros((*shape, v_dim), dtype),
+        check_sizes(
+            batch_size=batch_size,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            qk_dim=qk_dim,
+            v_dim=v_dim,
+        )
+        rows = batch_size, capacity, kv_heads
+        return _cache_of(
+            Store.zeros((*rows, qk_dim), dtype),
+            Store.zeros((*rows, v_dim), dtype),
             jnp.zeros(batch_size, jnp.int32),
         )
 
@@ -75,6 +94,7 @@ class KVCache(eqx.Module):
         return self.key.shape[1]
 
     @checked
+    @override
     def append(
         self,
         key: Float[Array, "batch num_rows kv_heads qk_dim"],
@@ -92,50 +112,49 @@ class KVCache(eqx.Module):
 
         **Returns:** the new cache.
 
-        **Raises:** `ValueError` for rows that do not fit the cache. A sequence that
-        outgrows the capacity is an error at run time in the debugging mode; without it
-        the tokens past the capacity are lost, and nothing else is touched.
+        **Raises:** `ValueError` for rows that do not fit the cache, and for a sequence
+        that outgrows the capacity. Where lengths are traced, that is an error at run
+        time in the debugging mode; without it the tokens past the capacity are lost,
+        and nothing else is touched.
         """
-        num_rows, capacity = key.shape[1], self.capacity
-        _check_rows("key", key, self.key)
-        _check_rows("value", value, self.value)
-        rows = jnp.arange(num_rows, dtype=jnp.int32)[None]
-        if num_tokens is None:
-            num_tokens = jnp.full_like(self.lengths, num_rows)
-        num_tokens = int32("num_tokens", num_tokens)
-        num_tokens = debug_error_if(
-            num_tokens,
-            (num_tokens < 0) | (num_tokens > num_rows),
-            f"num_tokens must lie between 0 and {num_rows}, the number of rows",
-        )
-        num_tokens = jnp.clip(num_tokens, 0, num_rows)
-        lengths = self.lengths + num_tokens
-        lengths = debug_error_if(
-            lengths,
-            lengths > capacity,
+        (batch, num_rows), capacity = key.shape[:2], self.capacity
+        for name, rows, cache in (("key", key, self.key), ("value", value, self.value)):
+            check_rows(name, rows, cache, self.lengths.shape[0], capacity)
+        num_tokens = token_counts(num_tokens, self.lengths, num_rows)
+        lengths = check_values(
+            self.lengths + num_tokens,
+            self.lengths + num_tokens > capacity,
             f"a sequence of the cache outgrows its capacity of {capacity} tokens",
+            lengths=self.lengths,
+            num_tokens=num_tokens,
         )
         # Rows that are padding are sent past the end, where a write is dropped.
-        slots = jnp.where(
-            rows < num_tokens[:, None], self.lengths[:, None] + rows, capacity
-        )
-        sequences = jnp.arange(key.shape[0], dtype=jnp.int32)[:, None]
-
-        def write(cache: Array, new: Array) -> Array:
-            return cache.at[sequences, slots].set(new.astype(cache.dtype), mode="drop")
-
-        return KVCache(
-            write(self.key, key),
-            write(self.value, value),
+        row = jnp.arange(num_rows, dtype=jnp.int32)[None]
+        slots = self.lengths[:, None] + row
+        slots = jnp.where(row < num_tokens[:, None], slots, capacity)
+        index = jnp.arange(batch, dtype=jnp.int32)[:, None], slots
+        return _cache_of(
+            Store(self.key, self.key_scale).write(index, key),
+            Store(self.value, self.value_scale).write(index, value),
             jnp.minimum(lengths, capacity),
         )
 
-
-def _check_rows(name: str, rows: Array, cache: Array) -> None:
-    needed = (cache.shape[0], *cache.shape[2:])
-    if (rows.shape[0], *rows.shape[2:]) != needed or rows.shape[1] > cache.shape[1]:
-        raise ValueError(
-            f"{name} has shape {rows.shape}, but this cache takes ({cache.shape[0]}, "
-            f"num_rows, {cache.shape[2]}, {cache.shape[3]}) with num_rows at most its "
-            f"capacity of {cache.shape[1]}"
+    @override
+    def _decode_inputs(
+        self,
+        query: Array,
+        num_tokens: Array | None,
+        block_size: int,
+        options: ScoreOptions,
+    ) -> DecodeInputs:
+        rows = ContiguousCache(
+            Store(self.key, self.key_scale),
+            Store(self.value, self.value_scale),
+            max(1, min(block_size, self.capacity)),
         )
+        start = jnp.zeros_like(self.lengths)
+        return DecodeInputs(query, rows, start, self.lengths, num_tokens, **options)
+
+
+def _cache_of(key: Store, value: Store, lengths: Int[Array, " batch"]) -> KVCache:
+    return KVCache(key.data, value.data, lengths, key.scale, value.scale)

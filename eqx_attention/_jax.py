@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 _Carry = TypeVar("_Carry")
@@ -29,6 +30,11 @@ def accumulation_dtype(*arrays: Float[Array, "..."]) -> DTypeLike:
 def on_cpu() -> bool:
     """Whether arrays go to a CPU unless they are put elsewhere."""
     return jax.default_backend() == "cpu"
+
+
+def is_traced(x: Array) -> bool:
+    """Whether the values of `x` are not known yet, as under `jit`."""
+    return isinstance(x, Tracer)
 
 
 def positive_range(dtype: DTypeLike) -> tuple[float, float]:

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from beartype import beartype
 from jaxtyping import Array, Bool, Float, Int32, Integer, PRNGKeyArray, jaxtyped
 
-from ._jax import error_if
+from ._jax import error_if, is_traced
 
 Query: TypeAlias = Float[Array, "*batch q_len q_heads qk_dim"]
 Key: TypeAlias = Float[Array, "*batch kv_len kv_heads qk_dim"]
@@ -70,8 +71,24 @@ def debug_error_if(x: Array, wrong: Bool[Array, "..."], message: str) -> Array:
     return error_if(x, wrong, message) if DEBUG else x
 
 
+def check_values(
+    x: Array, wrong: Bool[Array, "..."], message: str, **got: Array
+) -> Array:
+    """`x`, whose values are right.
+
+    Where they are known, ones that are `wrong` are a `ValueError` with `message` and
+    what was got. Those of traced arrays are an error in the debugging mode.
+    """
+    if is_traced(wrong):
+        return debug_error_if(x, wrong, message)
+    if jnp.any(wrong):
+        values = ", ".join(f"{name} = {np.asarray(y)}" for name, y in got.items())
+        raise ValueError(f"{message}: {values}")
+    return x
+
+
 def int32(name: str, x: Integer[Array, "..."]) -> Int32[Array, "..."]:
-    """`x` as int32; in the debugging mode, numbers that do not fit are an error."""
+    """`x` as int32; numbers that do not fit are an error, as in `check_values`."""
     widest = jnp.iinfo(jnp.int32)
     given = jnp.iinfo(x.dtype)
     if given.min >= widest.min and given.max <= widest.max:
@@ -79,6 +96,9 @@ def int32(name: str, x: Integer[Array, "..."]) -> Int32[Array, "..."]:
     wrong = x > jnp.asarray(widest.max, x.dtype)
     if given.min < widest.min:
         wrong = wrong | (x < jnp.asarray(widest.min, x.dtype))
-    return debug_error_if(
-        x.astype(jnp.int32), wrong, f"{name} has numbers that do not fit into int32"
+    return check_values(
+        x.astype(jnp.int32),
+        wrong,
+        f"{name} has numbers that do not fit into int32",
+        **{name: x},
     )

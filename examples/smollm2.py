@@ -29,8 +29,9 @@ import eqx_attention as eqxa
 Query: TypeAlias = Float[Array, "batch length q_heads head_dim"]
 KeyValue: TypeAlias = Float[Array, "batch length kv_heads head_dim"]
 Hidden: TypeAlias = Float[Array, "batch length hidden"]
+AnyCache: TypeAlias = eqxa.KVCache | eqxa.PagedKVCache
 Attend: TypeAlias = Callable[
-    [Query, KeyValue, KeyValue, eqxa.KVCache], tuple[Query, eqxa.KVCache]
+    [Query, KeyValue, KeyValue, AnyCache], tuple[Query, AnyCache]
 ]
 
 # What the model is told where a chat brings no system prompt of its own.
@@ -100,9 +101,9 @@ class Block(eqx.Module):
         self,
         x: Hidden,
         positions: Int[Array, "batch length"],
-        cache: eqxa.KVCache,
+        cache: AnyCache,
         attend: Attend,
-    ) -> tuple[Hidden, eqxa.KVCache]:
+    ) -> tuple[Hidden, AnyCache]:
         """Attention and a gated feed-forward network, each added to its input."""
         config = self.config
 
@@ -187,6 +188,27 @@ class SmolLM2(eqx.Module):
         positions = caches.lengths[0][:, None]
         return self._run(tokens[:, None], positions, caches, attend)
 
+    def extend(
+        self,
+        tokens: Int[Array, "batch rows"],
+        num_tokens: Int[Array, " batch"],
+        caches: eqxa.PagedKVCache,
+    ) -> tuple[Hidden, eqxa.PagedKVCache]:
+        """Reads the next tokens of each sequence, of some more than of others.
+
+        The first `num_tokens` of a row are tokens; what follows is padding.
+        """
+
+        def attend(
+            query: Query, key: KeyValue, value: KeyValue, cache: eqxa.PagedKVCache
+        ) -> tuple[Query, eqxa.PagedKVCache]:
+            cache = cache.append(key, value, num_tokens)
+            return cache.attend(query, num_tokens=num_tokens), cache
+
+        rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        positions = caches.lengths[0][:, None] + rows
+        return self._run(tokens, positions, caches, attend)
+
     def logits(
         self, hidden: Float[Array, "rows hidden"]
     ) -> Float[Array, "rows vocabulary"]:
@@ -197,12 +219,12 @@ class SmolLM2(eqx.Module):
         self,
         tokens: Int[Array, "batch length"],
         positions: Int[Array, "batch length"],
-        caches: eqxa.KVCache,
+        caches: AnyCache,
         attend: Attend,
-    ) -> tuple[Hidden, eqxa.KVCache]:
+    ) -> tuple[Hidden, AnyCache]:
         def layer(
-            x: Hidden, block_and_cache: tuple[Block, eqxa.KVCache]
-        ) -> tuple[Hidden, eqxa.KVCache]:
+            x: Hidden, block_and_cache: tuple[Block, AnyCache]
+        ) -> tuple[Hidden, AnyCache]:
             block, cache = block_and_cache
             return block(x, positions, cache, attend)
 

@@ -6,18 +6,18 @@ from typing import TypeAlias
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, Shaped
 
-from .._jax import read_bits
 from ._layout import keys_by_head
+from ._store import Store
 from ._tiles import read_chunk, shift
 
 
 class ContiguousCache(eqx.Module):
     """The keys and values of each sequence in a row of its own."""
 
-    key: Float[Array, "batch capacity kv_heads qk_dim"]
-    value: Float[Array, "batch capacity kv_heads v_dim"]
+    key: Store
+    value: Store
     block_size: int = eqx.field(static=True)
 
     @staticmethod
@@ -27,22 +27,24 @@ class ContiguousCache(eqx.Module):
         block_size: int,
     ) -> "ContiguousCache":
         """With the batch axes made one."""
-        return ContiguousCache(one_batch(key), one_batch(value), block_size)
+        return ContiguousCache(
+            Store(one_batch(key), None), Store(one_batch(value), None), block_size
+        )
 
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
-        return self.key.shape[-2]
+        return self.key.data.shape[-2]
 
     @property
     def qk_dim(self) -> int:
         """The width of a key."""
-        return self.key.shape[-1]
+        return self.key.data.shape[-1]
 
     @property
     def capacity(self) -> int:
         """The most keys that a sequence may have."""
-        return self.key.shape[1]
+        return self.key.data.shape[1]
 
     def block(
         self, sequence: Int[Array, ""], block: Int[Array, ""]
@@ -54,13 +56,12 @@ class ContiguousCache(eqx.Module):
         # In one step, so that no row of a cache is ever copied.
         first = jnp.minimum(start, self.capacity - size)
 
-        def read(x: Float[Array, "batch capacity kv_heads dim"]) -> Array:
-            zero = jnp.int32(0)
-            rows = read_bits(
-                lambda x, at: lax.dynamic_slice(x, at, (1, size, *x.shape[2:])),
-                x,
-                (sequence, first, zero, zero),
-            )
+        def get(x: Array, at: tuple[Array, Array]) -> Array:
+            zeros = (jnp.int32(0),) * (x.ndim - 2)
+            return lax.dynamic_slice(x, (*at, *zeros), (1, size, *x.shape[2:]))
+
+        def read(x: Store) -> Array:
+            rows = x.read(get, (sequence, first))
             if self.capacity % size == 0:
                 return rows
             return shift(rows, start - first, axis=1, fill=0.0)
@@ -74,7 +75,11 @@ class ContiguousCache(eqx.Module):
         Float[Array, "batch kv_heads capacity v_dim"],
     ]:
         """All keys and values, heads first."""
-        return keys_by_head(self.key), keys_by_head(self.value)
+
+        def read(x: Store) -> Array:
+            return keys_by_head(x.read_all(lambda x, _: x, ()))
+
+        return read(self.key), read(self.value)
 
 
 class PagedCache(eqx.Module):
@@ -84,39 +89,45 @@ class PagedCache(eqx.Module):
     other in the table.
     """
 
-    key_pages: Float[Array, "num_pages page_size kv_heads qk_dim"]
-    value_pages: Float[Array, "num_pages page_size kv_heads v_dim"]
+    key_pages: Store
+    value_pages: Store
     page_table: Integer[Array, "batch max_pages"]
     block_size: int = eqx.field(static=True)
 
     @staticmethod
     def of(
-        key_pages: Float[Array, "num_pages page_size kv_heads qk_dim"],
-        value_pages: Float[Array, "num_pages page_size kv_heads v_dim"],
+        key_pages: Store,
+        value_pages: Store,
         page_table: Integer[Array, "*batch max_pages"],
-        pages_per_block: int,
+        block_size: int,
     ) -> "PagedCache":
-        """With the batch axes of the table made one."""
+        """With the batch axes of the table made one, and whole pages in a block."""
         table = page_table.reshape(
             math.prod(page_table.shape[:-1]), page_table.shape[-1]
         )
-        block_size = pages_per_block * key_pages.shape[1]
-        return PagedCache(key_pages, value_pages, table.astype(jnp.int32), block_size)
+        page_size = key_pages.data.shape[1]
+        pages_per_block = max(1, min(block_size // page_size, table.shape[1]))
+        return PagedCache(
+            key_pages,
+            value_pages,
+            table.astype(jnp.int32),
+            pages_per_block * page_size,
+        )
 
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
-        return self.key_pages.shape[-2]
+        return self.key_pages.data.shape[-2]
 
     @property
     def qk_dim(self) -> int:
         """The width of a key."""
-        return self.key_pages.shape[-1]
+        return self.key_pages.data.shape[-1]
 
     @property
     def capacity(self) -> int:
         """The most keys that a sequence may have."""
-        return self.page_table.shape[1] * self.key_pages.shape[1]
+        return self.page_table.shape[1] * self.key_pages.data.shape[1]
 
     def block(
         self, sequence: Int[Array, ""], block: Int[Array, ""]
@@ -125,11 +136,13 @@ class PagedCache(eqx.Module):
     ]:
         """Keys and values of one block, as they lie there."""
         row = lax.dynamic_slice_in_dim(self.page_table, sequence, 1, axis=0)
-        count = self.block_size // self.key_pages.shape[1]
+        count = self.block_size // self.key_pages.data.shape[1]
         pages = read_chunk(row, block * count, count, axis=1, fill=0)
-        return self._gather(self.key_pages, pages), self._gather(
-            self.value_pages, pages
-        )
+
+        def read(x: Store) -> Array:
+            return _in_a_row(x.read(_gather, pages))
+
+        return read(self.key_pages), read(self.value_pages)
 
     def contents(
         self,
@@ -138,26 +151,27 @@ class PagedCache(eqx.Module):
         Float[Array, "batch kv_heads capacity v_dim"],
     ]:
         """All keys and values, heads first; unused entries of the table hold any."""
-        return (
-            keys_by_head(self._gather(self.key_pages, self.page_table)),
-            keys_by_head(self._gather(self.value_pages, self.page_table)),
-        )
 
-    def _gather(
-        self,
-        pages: Float[Array, "num_pages page_size kv_heads dim"],
-        table: Integer[Array, "batch count"],
-    ) -> Float[Array, "batch size kv_heads dim"]:
-        # Unused entries may be any number: what they bring in has no weight.
-        index = jnp.clip(table, 0, pages.shape[0] - 1)
-        rows = read_bits(
-            lambda pages, index: jnp.take(pages, index, axis=0, mode="clip"),
-            pages,
-            index,
-        )
-        return rows.reshape(
-            rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:]
-        )
+        def read(x: Store) -> Array:
+            return keys_by_head(_in_a_row(x.read_all(_gather, self.page_table)))
+
+        return read(self.key_pages), read(self.value_pages)
+
+
+def _gather(
+    pages: Array, table: Integer[Array, "batch count"]
+) -> Shaped[Array, "batch count ..."]:
+    # Unused entries may be any number: what they bring in has no weight.
+    index = jnp.clip(table, 0, pages.shape[0] - 1)
+    return jnp.take(pages, index, axis=0, mode="clip")
+
+
+def _in_a_row(
+    pages: Float[Array, "batch count page_size kv_heads dim"],
+) -> Float[Array, "batch size kv_heads dim"]:
+    return pages.reshape(
+        pages.shape[0], pages.shape[1] * pages.shape[2], *pages.shape[3:]
+    )
 
 
 Cache: TypeAlias = ContiguousCache | PagedCache

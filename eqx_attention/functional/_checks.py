@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer, PyTree
 
-from .._typing import DEBUG, debug_error_if, int32
+from .._typing import DEBUG, check_values, debug_error_if, int32
 
 
 def both_sides(
@@ -91,7 +91,7 @@ def check_page_table(
     start: Integer[Array, "*batch"],
     end: Integer[Array, "*batch"],
 ) -> Integer[Array, "*batch max_pages"]:
-    """Pages that hold a token of their sequence are there, in the debugging mode."""
+    """Pages that hold a token of their sequence are there."""
     first = page_size * jnp.arange(page_table.shape[-1], dtype=jnp.int32)
     for _ in start.shape:
         first = first[None]
@@ -99,11 +99,12 @@ def check_page_table(
     start, end = start[..., None], end[..., None]
     used = (first < end) & (first + page_size > start) & (start < end)
     table = int32("page_table", page_table)
-    return debug_error_if(
+    return check_values(
         table,
         used & ((table < 0) | (table >= num_pages)),
         f"page_table must name pages from 0 to {num_pages - 1} where a sequence has "
         "tokens",
+        page_table=table,
     )
 
 

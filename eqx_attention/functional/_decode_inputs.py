@@ -2,9 +2,10 @@
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Integer
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Integer
 
 from .._config import (
+    FURTHEST,
     Precision,
     check_int,
     check_logits_dtype,
@@ -12,7 +13,18 @@ from .._config import (
     check_soft_cap,
     window_bounds,
 )
-from .._typing import Number, Window, debug_error_if, int32
+from .._typing import (
+    Bias,
+    Mask,
+    Number,
+    Scale,
+    SinkBias,
+    SinkLogits,
+    Window,
+    check_values,
+    checked,
+    int32,
+)
 from ._caches import Cache
 from ._checks import (
     check_broadcasts,
@@ -35,14 +47,24 @@ from ._logits import LogitRules, ScoreParameters
 from ._online_softmax import absorb_sinks, finish
 from ._visibility import Positions, Visibility
 
+NOWHERE = FURTHEST - 1
+"""As a position: after all tokens, or if negative, before all."""
+
 
 class DecodeInputs(eqx.Module):
-    """The arguments of ragged and paged decoding, checked."""
+    """The arguments of decoding, checked.
+
+    `num_tokens` is how many of the queries are real, None if all are. `kv_positions`
+    says where the key of each slot stands, counted from the sequence's start; None if
+    they stand in a row. With them, `sequence_end` may be more than the capacity.
+    """
 
     query: Float[Array, "*batch q_len q_heads qk_dim"]
     cache: Cache
     sequence_start: Integer[Array, "*batch"]
     sequence_end: Integer[Array, "*batch"]
+    num_tokens: Integer[Array, "*batch"] | None
+    kv_positions: Int[Array, "flat_batch capacity"] | None
     mask: Bool[Array, "..."] | Integer[Array, "..."] | None
     bias: Float[Array, "..."] | None
     softmax_aux: Float[Array, "..."] | None
@@ -55,23 +77,26 @@ class DecodeInputs(eqx.Module):
     precision: Precision = eqx.field(static=True)
     one_token: bool = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
-        query: Array,
+        query: Float[Array, "... q_heads qk_dim"],
         cache: Cache,
-        sequence_start: Array,
-        sequence_end: Array,
+        sequence_start: Integer[Array, "*batch"],
+        sequence_end: Integer[Array, "*batch"],
+        num_tokens: Integer[Array, "*batch"] | None = None,
+        kv_positions: Int[Array, "flat_batch capacity"] | None = None,
         *,
-        sliding_window: Window | None,
-        softmax_scale: Number | Array | None,
-        logits_soft_cap: Number | None,
-        softmax_aux: Array | None,
-        num_sink_tokens: int,
-        sink_bias: Array | None,
-        mask: Array | None,
-        bias: Array | None,
-        logits_dtype: DTypeLike,
-        precision: Precision,
+        sliding_window: Window | None = None,
+        softmax_scale: Scale | None = None,
+        logits_soft_cap: Number | None = None,
+        softmax_aux: SinkLogits | None = None,
+        num_sink_tokens: int = 0,
+        sink_bias: SinkBias | None = None,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        logits_dtype: DTypeLike = jnp.float32,
+        precision: Precision = None,
     ) -> None:
         batch_shape = sequence_end.shape
         self.one_token = query.ndim == len(batch_shape) + 2
@@ -103,7 +128,22 @@ class DecodeInputs(eqx.Module):
         check_broadcasts("mask", mask, shape, kv_heads)
         check_broadcasts("bias", bias, shape, kv_heads)
         self.query, self.cache = query, cache
-        self.sequence_start, self.sequence_end = sequence_start, sequence_end
+        start = int32("sequence_start", sequence_start)
+        end = int32("sequence_end", sequence_end)
+        wrong, most = (start < 0) | (start > end), ""
+        if kv_positions is None:
+            wrong = wrong | (end > cache.capacity)
+            most = f" <= capacity, and capacity is {cache.capacity}"
+        self.sequence_start = start
+        self.sequence_end = check_values(
+            end,
+            wrong,
+            "sequence_start and sequence_end must satisfy 0 <= start <= end" + most,
+            sequence_start=start,
+            sequence_end=end,
+        )
+        self.num_tokens = check_num_tokens(num_tokens, q_len)
+        self.kv_positions = kv_positions
         self.mask, self.bias, self.softmax_aux = mask, bias, softmax_aux
         self.sink_bias = None if num_sink_tokens == 0 else sink_bias
         self.softmax_scale = scale_array(softmax_scale, query)
@@ -134,33 +174,48 @@ class DecodeInputs(eqx.Module):
         out = queries_by_position(out, batch_shape).astype(self.query.dtype)
         out = debug_check_nan(out, self)
         lse = rows_by_head(lse, batch_shape)
+        if self.num_tokens is not None:
+            # Padding sees no sinks either.
+            num_tokens = self.num_tokens[..., None, None]
+            rows = jnp.arange(lse.shape[-1], dtype=jnp.int32)
+            real = jnp.broadcast_to(rows, (*num_tokens.shape[:-1], rows.size))
+            real = real < num_tokens
+            lse = jnp.where(real, lse, jnp.full_like(lse, -jnp.inf))
         return (out[..., 0, :, :], lse[..., 0]) if self.one_token else (out, lse)
 
     def _visibility(self) -> Visibility:
         """Positions count from each sequence's start."""
         capacity, q_len = self.cache.capacity, self.query.shape[-3]
-        start = int32("sequence_start", self.sequence_start)
-        end = int32("sequence_end", self.sequence_end)
-        end = debug_error_if(
-            end,
-            (start < 0) | (start > end) | (end > capacity),
-            "sequence_start and sequence_end must satisfy 0 <= start <= end <= "
-            f"capacity, and capacity is {capacity}",
-        )
-        start = flat_batch(jnp.maximum(start, 0), self.sequence_end.shape, 0)
-        end = flat_batch(jnp.minimum(end, capacity), self.sequence_end.shape, 0)
+        batch_shape = self.sequence_end.shape
+        start = flat_batch(jnp.maximum(self.sequence_start, 0), batch_shape, 0)
+        end = flat_batch(self.sequence_end, batch_shape, 0)
+        if self.kv_positions is None:
+            end = jnp.minimum(end, capacity)
+            kv_positions, kv_range = Positions(-start, None), (start, end)
+        else:
+            kv_positions = Positions(jnp.zeros_like(start), self.kv_positions)
+            kv_range = None
+        if self.num_tokens is None:
+            q_positions = Positions(end - q_len - start, None)
+        else:
+            # Padding stands before all keys, so it sees none.
+            num_tokens = flat_batch(self.num_tokens, batch_shape, 0)[:, None]
+            rows = jnp.arange(q_len, dtype=jnp.int32)[None]
+            within = (end - start)[:, None] - num_tokens + rows
+            within = jnp.where(rows < num_tokens, within, -NOWHERE)
+            q_positions = Positions(jnp.zeros_like(start), within)
         left, right = self.sliding_window
         return Visibility(
-            q_positions=Positions(end - q_len - start, None),
-            kv_positions=Positions(-start, None),
+            q_positions=q_positions,
+            kv_positions=kv_positions,
             segments=None,
             mask=matrix(
                 self.mask,
-                self.sequence_end.shape,
+                batch_shape,
                 self.query.shape[-2],
                 self.cache.kv_heads,
             ),
-            kv_range=(start, end),
+            kv_range=kv_range,
             q_len=q_len,
             kv_len=capacity,
             left=left,
@@ -169,10 +224,29 @@ class DecodeInputs(eqx.Module):
         )
 
 
-def check_block_size(block_size: int | None, default: int) -> int:
-    """Keys at a time: a positive int."""
+def check_num_tokens(
+    num_tokens: Integer[Array, "*batch"] | None, num_rows: int
+) -> Int[Array, "*batch"] | None:
+    """How many rows are tokens, as int32 that are not negative nor more than there are.
+
+    Where traced numbers are out of range, they count as the nearest in it.
+    """
+    if num_tokens is None:
+        return None
+    num_tokens = int32("num_tokens", num_tokens)
+    num_tokens = check_values(
+        num_tokens,
+        (num_tokens < 0) | (num_tokens > num_rows),
+        f"num_tokens must lie between 0 and {num_rows}, the number of rows",
+        num_tokens=num_tokens,
+    )
+    return jnp.clip(num_tokens, 0, num_rows)
+
+
+def check_block_size(block_size: int | None) -> int:
+    """Keys at a time: a positive int, by default 256."""
     if block_size is None:
-        return default
+        return 256
     check_int("block_size", block_size)
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}, but must be at least 1")

@@ -23,6 +23,7 @@ from ._caches import PagedCache
 from ._checks import check_page_table, check_pages
 from ._decode_inputs import DecodeInputs, check_block_size, decode
 from ._options import ScoreOptions
+from ._store import Store
 
 
 @overload
@@ -98,16 +99,20 @@ def paged_decode_attention(
 
     **Returns and raises:** as [`eqx_attention.ragged_decode_attention`][].
     """
-    page_size, max_pages = key_pages.shape[-3], page_table.shape[-1]
-    size = check_block_size(block_size, default=256)
+    size = check_block_size(block_size)
     check_pages(key_pages)
-    pages = max(1, min(size // page_size, max_pages))
     page_table = check_page_table(
-        page_table, key_pages.shape[0], page_size, sequence_start, sequence_end
+        page_table,
+        key_pages.shape[0],
+        key_pages.shape[1],
+        sequence_start,
+        sequence_end,
     )
     inputs = DecodeInputs(
         query,
-        PagedCache.of(key_pages, value_pages, page_table, pages),
+        PagedCache.of(
+            Store(key_pages, None), Store(value_pages, None), page_table, size
+        ),
         sequence_start,
         sequence_end,
         sliding_window=sliding_window,

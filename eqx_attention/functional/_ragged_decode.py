@@ -83,8 +83,9 @@ def ragged_decode_attention(
     - `key`, `value`: the cache, `*batch capacity kv_heads qk_dim` and `*batch capacity
         kv_heads v_dim`. Slots outside [start, end) may hold anything, NaN included.
     - `sequence_start`, `sequence_end`: integers, `*batch`, with 0 <= start <= end <=
-        capacity. The debugging mode checks that; without it, nothing outside the cache
-        is read all the same.
+        capacity. Where their values are known, others are a `ValueError`; traced ones
+        are an error in the debugging mode, and without it nothing outside the cache is
+        read all the same.
     - `sliding_window`: counts from each token's own position.
     - `num_sink_tokens`: the first n keys from start on.
     - `mask`, `bias`: broadcastable to `*batch q_heads q_len capacity`.
@@ -100,13 +101,12 @@ def ragged_decode_attention(
     **Raises:**
 
     As [`eqx_attention.standard_attention`][]; and `ValueError` if the query's rank is
-    neither the cache's nor one less.
+    neither the cache's nor one less, or for a start or an end out of range.
     """
-    capacity = key.shape[-3]
-    size = check_block_size(block_size, default=256)
+    size = check_block_size(block_size)
     inputs = DecodeInputs(
         query,
-        ContiguousCache.of(key, value, max(1, min(size, capacity))),
+        ContiguousCache.of(key, value, max(1, min(size, key.shape[-3]))),
         sequence_start,
         sequence_end,
         sliding_window=sliding_window,

@@ -12,10 +12,13 @@ from ._tiles import Tile, read_chunk
 
 
 class Positions(eqx.Module):
-    """Where tokens stand: token i at `within[i] + offset`, or at `i + offset`."""
+    """Where tokens stand: token i at `within[:, i] + offset`, or at `i + offset`.
+
+    Positions within may be the same for the whole batch.
+    """
 
     offset: Int[Array, " batch"]
-    within: Int[Array, "1 length"] | None
+    within: Int[Array, "#batch length"] | None
 
     def at(self, start: Int[Array, ""], size: int) -> Int[Array, "batch {size}"]:
         """The positions of `size` tokens from `start` on."""
