@@ -3,9 +3,11 @@
     python -m benchmarks                  # all; the better part of an hour
     python -m benchmarks --quick          # three minutes
     python -m benchmarks --only "causal 2048" memory --output somewhere
+    python -m benchmarks --only decode --seconds 15
 
 Parts are the contests of `workloads.py`, and "memory" and "accuracy"; `--only` takes
-those with one of these texts in their name. The package is imported from where it is
+those with one of these texts in their name. `--seconds` is how long the rounds of one
+contest go on, three rounds at least. The package is imported from where it is
 installed.
 """
 
@@ -18,6 +20,7 @@ import jax
 from tqdm import tqdm
 
 from . import bars, machine, measures, timing
+from .decoders import DECODERS
 from .peers import PEERS
 from .report import Report
 from .workloads import Workload, contests
@@ -34,10 +37,14 @@ def main() -> None:
     parser.add_argument(
         "--only", metavar="NAME", nargs="+", default=[""], help="parts named so"
     )
+    parser.add_argument("--seconds", type=float, help="for each contest")
     parser.add_argument("--output", metavar="DIR", type=Path, default=RESULTS)
     arguments = parser.parse_args()
 
-    report = measure(arguments.quick, arguments.only)
+    patience = timing.QUICK if arguments.quick else timing.Patience()
+    if arguments.seconds is not None:
+        patience = patience._replace(seconds=arguments.seconds)
+    report = measure(arguments.quick, arguments.only, patience)
     report.environment["arguments"] = " ".join(sys.argv[1:]) or "none"
     report.write(arguments.output)
     print(*(f"{k}: {v}" for k, v in report.environment.items()), sep="\n")
@@ -45,17 +52,17 @@ def main() -> None:
     print(f"\n{report.bars()}\n\nAll of it is in {arguments.output}")
 
 
-def measure(quick: bool, only: Sequence[str]) -> Report:
+def measure(quick: bool, only: Sequence[str], patience: timing.Patience) -> Report:
     """Runs the parts with one of `only` in their names."""
 
     def is_asked_for(part: str) -> bool:
         return any(text in part for text in only)
 
-    missing = {name: reason for name, p in PEERS.items() if (reason := p.missing())}
+    peers = {**PEERS, **DECODERS}
+    missing = {name: reason for name, p in peers.items() if (reason := p.missing())}
     # ejkernel's import turns it on: what is stored would not be compiled again.
     jax.config.update("jax_enable_compilation_cache", False)
     report = Report(machine.describe(), missing)
-    patience = timing.QUICK if quick else timing.Patience()
     chosen = [contest.shortened() if quick else contest for contest in contests()]
     chosen = [c for c in chosen if c.entries and is_asked_for(c.name)]
     exact = [

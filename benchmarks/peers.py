@@ -7,7 +7,7 @@ import importlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox.nn._attention as of_equinox
 import jax
@@ -20,6 +20,8 @@ import eqx_attention as eqxa
 
 from .machine import num_cores
 from .workloads import Arrays, Workload, same_document, visible
+
+W, A = TypeVar("W"), TypeVar("A")  # a workload and its arrays
 
 
 class Program(NamedTuple):
@@ -37,7 +39,7 @@ class Program(NamedTuple):
     compile_seconds: float | None = None
 
 
-class Peer(ABC):
+class Peer(ABC, Generic[W, A]):
     """An attention to be timed."""
 
     name: str
@@ -55,11 +57,11 @@ class Peer(ABC):
         return None
 
     @abstractmethod
-    def lacks(self, workload: Workload) -> str | None:
+    def lacks(self, workload: W) -> str | None:
         """Why it can't do this workload."""
 
     @abstractmethod
-    def prepare(self, workload: Workload, arrays: Arrays) -> Program:
+    def prepare(self, workload: W, arrays: A) -> Program:
         """Compiles what is to be compiled, and lays out the arrays as the peer does."""
 
 
@@ -72,7 +74,7 @@ def first_line(error: Exception) -> str:
 Attend = Callable[[Workload, Array, Array, Array, Array | None], Array]
 
 
-class JaxPeer(Peer):
+class JaxPeer(Peer[Workload, Arrays]):
     """A function of JAX arrays, `batch length heads dim`."""
 
     def __init__(
@@ -193,7 +195,7 @@ def _ejkernel(block: int) -> JaxPeer:
     return JaxPeer(f"ejkernel {block}", module, attend, block=block)
 
 
-class Torch(Peer):
+class Torch(Peer[Workload, Arrays]):
     """PyTorch's own, on all cores; heads come first there, and lie contiguously."""
 
     name = module = "torch"
@@ -242,7 +244,7 @@ class Torch(Peer):
 
 
 FLASH = _ours("flash", eqxa.flash_attention)
-PEERS: dict[str, Peer] = {
+PEERS: dict[str, Peer[Workload, Arrays]] = {
     peer.name: peer
     for peer in (
         FLASH,

@@ -1,4 +1,4 @@
-"""Writes what was measured: tables, JSON, and two pictures."""
+"""Writes what was measured: tables, JSON, and three pictures."""
 
 import dataclasses
 import json
@@ -10,9 +10,12 @@ import matplotlib
 from .bars import Verdict
 from .measures import Accuracy, Footprint
 from .timing import Outcome, Row, ratio
-from .workloads import EJKERNEL, LENGTHS
+from .workloads import BATCHES, DECODERS, EJKERNEL, LENGTHS, SPREADS
 
 MIB = 2**20
+OURS = ("flash", "ragged")
+
+Curves = dict[str, dict[int, float]]  # by name, what belongs to a length or a batch
 
 
 @dataclasses.dataclass
@@ -27,23 +30,22 @@ class Report:
     accuracies: list[Accuracy] = dataclasses.field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Writes results.md, results.json, time.png and memory.png."""
+        """Writes results.md, results.json, time.png, memory.png and decode.png."""
         folder.mkdir(parents=True, exist_ok=True)
         found = dataclasses.asdict(self)
         for verdict, entry in zip(self.verdicts, found["verdicts"], strict=True):
             entry["met"] = verdict.met
         (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
         (folder / "results.md").write_text(self.markdown())
-        self._draw(
-            folder / "time.png",
-            "time of a call (ms)",
-            lambda row: 1e3 * row.median if row.seconds else None,
-        )
-        self._draw(
-            folder / "memory.png",
-            "temporary memory (MiB)",
-            lambda row: row.temp_bytes / MIB if row.temp_bytes else None,
-        )
+        for name, label, measure in (
+            ("time.png", "time of a call (ms)", _milliseconds),
+            ("memory.png", "temporary memory (MiB)", _mebibytes),
+        ):
+            panels = {w: self._causal(w, measure) for w in ("forward", "gradient")}
+            _draw(folder / name, panels, label, "length (tokens)", LENGTHS)
+        panels = {f"{spread} lengths": self._decoding(spread) for spread in SPREADS}
+        label = "time of a step / time to read its bytes"
+        _draw(folder / "decode.png", panels, label, "sequences", BATCHES)
 
     def markdown(self) -> str:
         """The whole report."""
@@ -68,6 +70,7 @@ class Report:
         if self.outcomes:
             parts += ["![Time against length](time.png)"]
             parts += ["![Memory against length](memory.png)"]
+            parts += ["![Decoding against reading](decode.png)"]
         return "\n\n".join(parts) + "\n"
 
     def bars(self) -> str:
@@ -83,7 +86,7 @@ class Report:
         return _table(("", "measured", "at most", "met"), rows)
 
     def _times(self, outcome: Outcome) -> str:
-        ours = next((r for r in outcome.rows if r.label == "flash" and r.seconds), None)
+        ours = outcome.fastest(OURS)
         rows = []
         for row in outcome.rows:
             if row.peer in self.missing:
@@ -104,7 +107,8 @@ class Report:
                     "-" if seconds is None else f"{seconds:.2f}",
                 )
             )
-        head = ("", "ms", "rounds", "flash / this", "memory (MiB)", "compilation (s)")
+        compared = f"{ours.label if ours else 'ours'} / this"
+        head = ("", "ms", "rounds", compared, "memory (MiB)", "compilation (s)")
         return _table(head, rows)
 
     def _memory(self) -> str:
@@ -134,38 +138,67 @@ class Report:
         )
         return _table(("", "", "relative, root mean square", "largest"), rows)
 
-    def _draw(
-        self, path: Path, label: str, measure: Callable[[Row], float | None]
-    ) -> None:
-        """A measure against the length, log-log, for causal attention."""
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
+    def _causal(self, what: str, measure: Callable[[Row], float | None]) -> Curves:
+        """A measure against the length, for causal attention."""
         by_name = {outcome.name: outcome for outcome in self.outcomes}
-        figure, panels = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
-        for panel, what in zip(panels, ("forward", "gradient"), strict=True):
-            curves: dict[str, dict[int, float]] = {}
-            for length in LENGTHS:
-                outcome = by_name.get(f"{what} causal {length}")
-                for row in outcome.rows if outcome else ():
-                    name = "ejkernel, best" if row.label in EJKERNEL else row.label
-                    value, curve = measure(row), curves.setdefault(name, {})
-                    if value is not None:
-                        curve[length] = min(value, curve.get(length, value))
-            for i, (name, curve) in enumerate(curves.items()):
-                if curve:
-                    style = dict(marker="osx^v+D*"[i % 8], color=f"C{i}", label=name)
-                    panel.plot(curve.keys(), curve.values(), **style)
-            panel.set(title=what, xlabel="length (tokens)", xscale="log", yscale="log")
-            panel.set_xticks(LENGTHS, [str(n) for n in LENGTHS], rotation=45)
-            panel.xaxis.set_minor_locator(plt.NullLocator())
-            panel.grid(alpha=0.3)
-            if panel.lines:
-                panel.legend(fontsize=8)
-        panels[0].set_ylabel(label)
-        figure.tight_layout()
-        figure.savefig(path, dpi=90, metadata={"Software": None})
-        plt.close(figure)
+        curves: Curves = {}
+        for length in LENGTHS:
+            outcome = by_name.get(f"{what} causal {length}")
+            for row in outcome.rows if outcome else ():
+                name = "ejkernel, best" if row.label in EJKERNEL else row.label
+                value, curve = measure(row), curves.setdefault(name, {})
+                if value is not None:
+                    curve[length] = min(value, curve.get(length, value))
+        return curves
+
+    def _decoding(self, spread: str) -> Curves:
+        """Time over the time to read as many bytes, against the number of sequences."""
+        by_name = {outcome.name: outcome for outcome in self.outcomes}
+        curves: Curves = {name: {} for name in DECODERS if name != "read"}
+        for batch in BATCHES:
+            outcome = by_name.get(f"decode {batch} {spread}")
+            reading = outcome.fastest(("read",)) if outcome else None
+            for row in outcome.rows if outcome and reading else ():
+                if row.seconds and row is not reading:
+                    curves[row.label][batch] = row.median / reading.median
+        return curves
+
+
+def _milliseconds(row: Row) -> float | None:
+    return 1e3 * row.median if row.seconds else None
+
+
+def _mebibytes(row: Row) -> float | None:
+    return row.temp_bytes / MIB if row.temp_bytes else None
+
+
+def _draw(
+    path: Path,
+    panels: dict[str, Curves],
+    ylabel: str,
+    xlabel: str,
+    ticks: Sequence[int],
+) -> None:
+    """Panels side by side, log-log."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(10, 4.5), sharey=True)
+    for panel, (title, curves) in zip(axes, panels.items(), strict=True):
+        for i, (name, curve) in enumerate(curves.items()):
+            if curve:
+                style = dict(marker="osx^v+D*"[i % 8], color=f"C{i}", label=name)
+                panel.plot(curve.keys(), curve.values(), **style)
+        panel.set(title=title, xlabel=xlabel, xscale="log", yscale="log")
+        panel.set_xticks(ticks, [str(n) for n in ticks], rotation=45)
+        panel.xaxis.set_minor_locator(plt.NullLocator())
+        panel.grid(alpha=0.3)
+        if panel.lines:
+            panel.legend(fontsize=8)
+    axes[0].set_ylabel(ylabel)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90, metadata={"Software": None})
+    plt.close(figure)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,6 +1,7 @@
 """Runs a contest: each entry in turn, round after round, in one process."""
 
 import dataclasses
+import functools
 import math
 import random
 import time
@@ -9,9 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .decoders import DECODERS
+from .decoding import DecodeArrays, Decoding
 from .machine import available_bytes
 from .peers import PEERS, Program, first_line
-from .workloads import Contest, Entry, Workload
+from .workloads import Arrays, Contest, Entry, Workload
 
 SAMPLE_SECONDS = 0.02  # a sample is at least that long: short calls are repeated
 PAUSE_SECONDS = 0.005  # threads that one peer leaves spinning come to rest
@@ -38,7 +41,7 @@ class Row:
 
     label: str
     peer: str
-    workload: Workload
+    workload: Workload | Decoding
     seconds: list[float] = dataclasses.field(default_factory=list)
     temp_bytes: int | None = None
     compile_seconds: float | None = None
@@ -67,11 +70,16 @@ def run_contest(
     contest: Contest, patience: Patience, say: Callable[[str], None]
 ) -> Outcome:
     """Prepares all entries, then times in rounds those that can run."""
+
+    @functools.cache  # a cache of decoding is large: peers read the same one
+    def arrays(workload: Workload | Decoding) -> Arrays | DecodeArrays:
+        return workload.arrays()
+
     rows: list[Row] = []
     racing: list[tuple[Row, Program, int]] = []
     for entry in contest.entries:
         say(f"{contest.name}: prepares {entry.label}")
-        row, program, seconds = _prepare(entry, patience)
+        row, program, seconds = _prepare(entry, patience, arrays)
         rows.append(row)
         if program is not None:
             racing.append((row, program, math.ceil(SAMPLE_SECONDS / seconds)))
@@ -89,14 +97,19 @@ def run_contest(
     return Outcome(contest.name, rows)
 
 
-def _prepare(entry: Entry, patience: Patience) -> tuple[Row, Program | None, float]:
+def _prepare(
+    entry: Entry,
+    patience: Patience,
+    arrays: Callable[[Workload | Decoding], Arrays | DecodeArrays],
+) -> tuple[Row, Program | None, float]:
     """The entry's row and, if it can run, its program and how long a call takes."""
-    row, peer, program, seconds = Row(*entry), PEERS[entry.peer], None, 0.0
+    row, program, seconds = Row(*entry), None, 0.0
+    peer = {**PEERS, **DECODERS}[entry.peer]
     row.left_out = peer.missing() or peer.lacks(entry.workload)
     if row.left_out is not None:
         return row, None, 0.0
     try:
-        program = peer.prepare(entry.workload, entry.workload.arrays())
+        program = peer.prepare(entry.workload, arrays(entry.workload))
         row.temp_bytes = program.temp_bytes
         row.compile_seconds = program.compile_seconds
         row.left_out = _too_large(program)

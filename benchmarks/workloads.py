@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .decoding import TRACE, Decoding, even
+
 EJKERNEL = ("ejkernel 256", "ejkernel 512", "ejkernel 1024")  # its block sizes
 OTHERS = ("jax.nn", "eqx.nn", *EJKERNEL, "torch", "tokamax")
 RIVALS = ("flash", "jax.nn", "ejkernel 512", "torch", "tokamax")  # where time is dear
+DECODERS = ("ragged", "paged", "read", "torch loop", "ejkernel decode")
 
 
 class Arrays(NamedTuple):
@@ -106,7 +109,7 @@ class Entry(NamedTuple):
 
     label: str
     peer: str
-    workload: Workload
+    workload: Workload | Decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +146,12 @@ def _against_peers(
 
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+BATCHES = (1, 4, 16)
+SPREADS = ("trace", "even")  # of the lengths in decoding
 
 
 def contests() -> list[Contest]:
-    """All of them, short ones first."""
+    """All of them; of each kind, short ones first."""
     made: list[Contest] = []
     for what, gradient in (("forward", False), ("gradient", True)):
         for length in LENGTHS:
@@ -161,7 +166,25 @@ def contests() -> list[Contest]:
                 _against_peers(f"{what} causal {length}", workload, peers, quick)
             )
         made += _options(what, gradient)
-    return made
+    return made + _decoding()
+
+
+def _decoding() -> list[Contest]:
+    """Steps over lengths from life, and over equal ones; and a cache much too large."""
+    made: list[Contest] = []
+    for batch in BATCHES:
+        for spread in SPREADS:
+            lengths = TRACE[:batch]
+            step = Decoding(even(lengths) if spread == "even" else lengths)
+            entries = tuple(Entry(peer, peer, step) for peer in DECODERS)
+            quick = DECODERS[:-1] if (batch, spread) == (16, "trace") else ()
+            made.append(Contest(f"decode {batch} {spread}", entries, quick))
+    entries = (
+        Entry("ragged in 2k", "ragged", Decoding(4 * (1000,), capacity=2048)),
+        Entry("ragged", "ragged", Decoding(4 * (1000,), capacity=32768)),
+    )
+    labels = tuple(entry.label for entry in entries)
+    return [*made, Contest("decode 4 of 1000 in 32k", entries, labels)]
 
 
 def _options(what: str, gradient: bool) -> list[Contest]:
