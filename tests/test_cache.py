@@ -205,7 +205,7 @@ WRONG_TYPES: dict[str, tuple[Callable[[eqxa.KVCache], Any], str]] = {
         "num_tokens",
     ),
     "dtype": (lambda c: empty(dtype=jnp.int16), "floating or int8"),
-    "size": (lambda c: empty(2.0), "capacity"),  # pyright: ignore[reportArgumentType]
+    "size": (lambda c: empty(2.0), "capacity"),
     "unknown option": (
         lambda c: c.attend(jnp.ones((BATCH, 4, 3)), causal=True),
         "causal",
