@@ -18,7 +18,7 @@ from .workloads import Arrays, Contest, Entry, Workload
 
 SAMPLE_SECONDS = 0.02  # a sample is at least that long: short calls are repeated
 PAUSE_SECONDS = 0.005  # threads that one peer leaves spinning come to rest
-USABLE_MEMORY = 0.8
+USABLE_MEMORY = 0.5  # XLA takes more than it plans, and others may want some, too
 
 
 class Patience(NamedTuple):
