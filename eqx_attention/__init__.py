@@ -4,7 +4,7 @@ from contextlib import nullcontext as _nullcontext
 
 from jaxtyping import install_import_hook as _install_import_hook
 
-from ._typing import DEBUG as _DEBUG
+from ._debug import DEBUG as _DEBUG
 
 # In the debugging mode every function and every module field is checked as well. The
 # hook has to be in place before the files are imported.
@@ -13,6 +13,7 @@ with (
     if _DEBUG
     else _nullcontext()
 ):
+    from . import masks as masks, scores as scores
     from ._attention import Attention as Attention, attention as attention
     from ._backend import (
         Backend as Backend,

@@ -102,6 +102,23 @@ def platform_dependent(
     return lax.platform_dependent(x, cpu=cpu, default=default)  # pyright: ignore[reportUnknownVariableType]  # has no types
 
 
+def switch(
+    index: Int[Array, ""], branches: Sequence[Callable[[], Shaped[Array, "..."]]]
+) -> Shaped[Array, "..."]:
+    """`lax.switch`: what the branch of that index returns."""
+    return lax.switch(index, branches)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """`jnp.broadcast_shapes`, of sizes that are known."""
+    return tuple(int(n) for n in jnp.broadcast_shapes(*shapes))  # pyright: ignore[reportUnknownMemberType]  # a size may be traced
+
+
+def shape_of(fn: Callable[[], Shaped[Array, "..."]]) -> tuple[int, ...]:
+    """The shape of what `fn` returns, without running it."""
+    return jax.eval_shape(fn).shape  # pyright: ignore[reportUnknownMemberType]  # has no types
+
+
 def fori_loop(
     lower: _Index,
     upper: _Index,

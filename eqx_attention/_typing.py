@@ -1,6 +1,5 @@
 """Shapes of the public arguments, and the switches of the run-time checks."""
 
-import os
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -9,7 +8,10 @@ import numpy as np
 from beartype import beartype
 from jaxtyping import Array, Bool, Float, Int32, Integer, PRNGKeyArray, jaxtyped
 
+from ._debug import DEBUG
 from ._jax import error_if, is_traced
+from .functional._mask import AbstractMask
+from .functional._score import AbstractScore
 
 Query: TypeAlias = Float[Array, "*batch q_len q_heads qk_dim"]
 Key: TypeAlias = Float[Array, "*batch kv_len kv_heads qk_dim"]
@@ -20,8 +22,8 @@ Weights: TypeAlias = Float[Array, "*batch q_heads q_len kv_len"]
 
 # These two broadcast to `*batch q_heads q_len kv_len`; their head axis may also be
 # kv_heads, which no shape string can say: `functional/_inputs.py` checks them.
-Mask: TypeAlias = Bool[Array, "..."] | Integer[Array, "..."]
-Bias: TypeAlias = Float[Array, "..."]
+Mask: TypeAlias = AbstractMask | Bool[Array, "..."] | Integer[Array, "..."]
+Bias: TypeAlias = AbstractScore | Float[Array, "..."]
 
 SinkLogits: TypeAlias = Float[Array, "q_heads num_sinks"] | Float[Array, " num_sinks"]
 SinkBias: TypeAlias = (
@@ -50,9 +52,6 @@ class HasShape(Protocol):
         """The sizes of its axes."""
         ...
 
-
-DEBUG = os.environ.get("EQX_ATTENTION_DEBUG", "0").lower() not in ("", "0", "false")
-"""True in the debugging mode: every function is type-checked, and values too."""
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 

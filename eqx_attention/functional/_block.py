@@ -13,9 +13,10 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from .._jax import map_, pad, tree_map
 from ._dropout import Dropout
-from ._logits import LogitRules, ScoreParameters, contract, drop_unseen
+from ._logits import LogitRules, contract, drop_unseen
 from ._online_softmax import SoftmaxState, absorb
 from ._problem import Operands, Problem
+from ._score import ScoreParameters
 from ._tiles import Layout, Tile, merge_rows
 
 _ROWS = 128
@@ -105,9 +106,13 @@ def whole(problem: Problem) -> Tile:
 
 def rows_of(problem: Problem, q_start: Int[Array, ""], q_size: int) -> Tile:
     """Some queries, of all heads, and all keys."""
-    _, kv_heads, kv_len, _ = problem.operands.key.shape
-    zero = jnp.int32(0)
-    return Tile(zero, q_start, zero, kv_heads, q_size, kv_len, Layout.KEYS_MINOR)
+    _, kv_heads, group, _, _ = problem.operands.query.shape
+    zero, kv_len = jnp.int32(0), problem.operands.key.shape[2]
+    return Tile(
+        *(zero, q_start, zero),
+        *(kv_heads, group, q_size, kv_len),
+        Layout.KEYS_MINOR,
+    )
 
 
 def attend_rows(problem: Problem) -> SoftmaxState:

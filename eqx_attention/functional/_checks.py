@@ -1,5 +1,6 @@
 """What shape strings cannot say of the arguments, said in sentences of its own."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Integer, PyTree
@@ -135,11 +136,6 @@ def check_sink_bias(
         )
 
 
-def logits_shape(query: Array, key: Array) -> tuple[int, ...]:
-    """`*batch q_heads q_len kv_len`."""
-    return (*key.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-
-
 def check_broadcasts(
     name: str, x: Array | None, shape: tuple[int, ...], kv_heads: int
 ) -> None:
@@ -163,7 +159,7 @@ def debug_check_nan(out: Array, inputs: PyTree) -> Array:
     if not DEBUG:
         return out
     finite = jnp.asarray(True)
-    for x in jax.tree.leaves(inputs):
+    for x in jax.tree.leaves(eqx.filter(inputs, eqx.is_inexact_array)):
         if jnp.issubdtype(x.dtype, jnp.floating):
             # Minus infinity in a bias forbids a pair, which is no fault.
             finite = finite & jnp.all(jnp.isfinite(x) | jnp.isneginf(x))

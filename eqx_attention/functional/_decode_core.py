@@ -23,10 +23,11 @@ from ._block import attend_block, attend_products, whole
 from ._caches import Cache
 from ._derivative import derivatives_of
 from ._layout import keys_by_head, keys_by_position
-from ._logits import LogitRules, ScoreParameters, contract, drop_unseen
+from ._logits import LogitRules, contract, drop_unseen
 from ._online_softmax import SoftmaxState, merge_all, no_keys
 from ._problem import Operands, Problem
 from ._schedule import Schedule
+from ._score import ScoreParameters
 from ._tiles import Layout, Tile, merge_rows
 
 _LANES = 64
@@ -69,9 +70,9 @@ def _attend(
     *,
     rules: LogitRules,
 ) -> SoftmaxState:
-    batch, kv_heads, _, q_len, _ = query.shape
+    batch, kv_heads, group, q_len, _ = query.shape
     size, zero = cache.block_size, jnp.int32(0)
-    schedule = Schedule(rules.visibility, parameters.bias, q_len, q_len, size)
+    schedule = Schedule(rules.visibility, parameters, kv_heads, group, q_len, size)
     # A CPU has a core or two for each product already, and is slower on several at
     # once, whose blocks it has to gather.
     deal = schedule.deal(zero, batch=batch, lanes=1 if on_cpu() else _LANES)
@@ -87,9 +88,13 @@ def _attend(
         def own(x: Array) -> Array:
             return x if x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, sequence, 1)
 
-        tile = Tile(zero, zero, block * size, kv_heads, q_len, size, Layout.KEYS_MINOR)
-        bias = None if parameters.bias is None else own(parameters.bias)
-        part = ScoreParameters(parameters.scale, bias, parameters.sink_bias).cut(tile)
+        tile = Tile(
+            *(zero, zero, block * size),
+            *(kv_heads, group, q_len, size),
+            Layout.KEYS_MINOR,
+        )
+        score = tree_map(own, parameters.score)
+        part = ScoreParameters(parameters.scale, score).cut(tile)
         own_rules = rules.with_visibility(tree_map(own, rules.visibility))
         key, value = cache.block(sequence, block)
         allowed = None

@@ -27,25 +27,34 @@ from .._typing import (
 )
 from ._caches import Cache
 from ._checks import (
-    check_broadcasts,
     check_heads,
     check_sink_bias,
     check_softmax_aux,
     debug_check_nan,
 )
 from ._decode_core import decode_state
-from ._inputs import scale_array, softmax_dtype
+from ._decode_masks import Drafts, Slots, split_drafts
+from ._inputs import (
+    as_mask,
+    as_score,
+    bound_score,
+    scale_array,
+    softmax_dtype,
+    window_mask,
+)
 from ._layout import (
     flat_batch,
-    matrix,
     per_head,
     queries_by_head,
     queries_by_position,
     rows_by_head,
 )
-from ._logits import LogitRules, ScoreParameters
+from ._logits import LogitRules
+from ._mask import AbstractMask, LogitsShape, intersection
 from ._online_softmax import absorb_sinks, finish
-from ._visibility import Positions, Visibility
+from ._positions import Positions
+from ._score import AbstractScore, ScoreParameters
+from ._visibility import Visibility
 
 NOWHERE = FURTHEST - 1
 """As a position: after all tokens, or if negative, before all."""
@@ -65,14 +74,14 @@ class DecodeInputs(eqx.Module):
     sequence_end: Integer[Array, "*batch"]
     num_tokens: Integer[Array, "*batch"] | None
     kv_positions: Int[Array, "flat_batch capacity"] | None
-    mask: Bool[Array, "..."] | Integer[Array, "..."] | None
-    bias: Float[Array, "..."] | None
+    mask: AbstractMask | None
+    drafts: Bool[Array, "batch q_len q_len"] | None
+    score: AbstractScore | None
     softmax_aux: Float[Array, "..."] | None
     sink_bias: Float[Array, "..."] | None
     softmax_scale: Float[Array, ""]
     sliding_window: tuple[int | None, int | None] = eqx.field(static=True)
     num_sink_tokens: int = eqx.field(static=True)
-    logits_soft_cap: Number | None = eqx.field(static=True)
     logits_dtype: DTypeLike = eqx.field(static=True)
     precision: Precision = eqx.field(static=True)
     one_token: bool = eqx.field(static=True)
@@ -124,9 +133,6 @@ class DecodeInputs(eqx.Module):
         q_len, q_heads = query.shape[-3:-1]
         check_softmax_aux(softmax_aux, q_heads)
         check_sink_bias(sink_bias, num_sink_tokens, q_heads)
-        shape = (*batch_shape, q_heads, q_len, cache.capacity)
-        check_broadcasts("mask", mask, shape, kv_heads)
-        check_broadcasts("bias", bias, shape, kv_heads)
         self.query, self.cache = query, cache
         start = int32("sequence_start", sequence_start)
         end = int32("sequence_end", sequence_end)
@@ -144,12 +150,13 @@ class DecodeInputs(eqx.Module):
         )
         self.num_tokens = check_num_tokens(num_tokens, q_len)
         self.kv_positions = kv_positions
-        self.mask, self.bias, self.softmax_aux = mask, bias, softmax_aux
+        drafts, mask = split_drafts(mask, batch_shape, q_len, cache.capacity)
+        self.mask, self.drafts = as_mask(mask), drafts
+        self.score, self.softmax_aux = as_score(bias, logits_soft_cap), softmax_aux
         self.sink_bias = None if num_sink_tokens == 0 else sink_bias
         self.softmax_scale = scale_array(softmax_scale, query)
         self.sliding_window = window_bounds(sliding_window)
         self.num_sink_tokens = num_sink_tokens
-        self.logits_soft_cap = logits_soft_cap
         self.logits_dtype = softmax_dtype(logits_dtype, query)
         self.precision = precision
 
@@ -157,14 +164,14 @@ class DecodeInputs(eqx.Module):
         """Output and lse, in the caller's layout and dtype."""
         batch_shape, kv_heads = self.sequence_end.shape, self.cache.kv_heads
         q_heads = self.query.shape[-2]
+        shape = LogitsShape(
+            *(batch_shape, q_heads, kv_heads),
+            *(self.query.shape[-3], self.cache.capacity),
+        )
         parameters = ScoreParameters(
-            self.softmax_scale,
-            matrix(self.bias, batch_shape, q_heads, kv_heads),
-            per_head(self.sink_bias, q_heads, kv_heads),
+            self.softmax_scale, bound_score(self.score, self.sink_bias, shape)
         )
-        rules = LogitRules(
-            self._visibility(), self.logits_soft_cap, self.logits_dtype, self.precision
-        )
+        rules = LogitRules(self._visibility(shape), self.logits_dtype, self.precision)
         query = queries_by_head(self.query, kv_heads)
         state = decode_state(query, self.cache, parameters, rules)
         sinks = per_head(self.softmax_aux, q_heads, kv_heads)
@@ -183,44 +190,44 @@ class DecodeInputs(eqx.Module):
             lse = jnp.where(real, lse, jnp.full_like(lse, -jnp.inf))
         return (out[..., 0, :, :], lse[..., 0]) if self.one_token else (out, lse)
 
-    def _visibility(self) -> Visibility:
+    def _visibility(self, shape: LogitsShape) -> Visibility:
         """Positions count from each sequence's start."""
-        capacity, q_len = self.cache.capacity, self.query.shape[-3]
-        batch_shape = self.sequence_end.shape
-        start = flat_batch(jnp.maximum(self.sequence_start, 0), batch_shape, 0)
-        end = flat_batch(self.sequence_end, batch_shape, 0)
+        start = flat_batch(jnp.maximum(self.sequence_start, 0), shape.batch, 0)
+        end = flat_batch(self.sequence_end, shape.batch, 0)
+        slots = None
         if self.kv_positions is None:
-            end = jnp.minimum(end, capacity)
-            kv_positions, kv_range = Positions(-start, None), (start, end)
+            end = jnp.minimum(end, shape.kv_len)
+            slots = Slots(start, end)
+            kv_positions = Positions(-start, None)
         else:
             kv_positions = Positions(jnp.zeros_like(start), self.kv_positions)
-            kv_range = None
-        if self.num_tokens is None:
-            q_positions = Positions(end - q_len - start, None)
-        else:
+        window = window_mask(
+            self.sliding_window, causal=True, num_sinks=self.num_sink_tokens
+        )
+        mask = None if self.mask is None else self.mask.bind(shape)
+        queries = jnp.arange(shape.q_len, dtype=jnp.int32)[None]
+        num_tokens = shape.q_len
+        if self.num_tokens is not None:
+            num_tokens = flat_batch(self.num_tokens, shape.batch, 0)[:, None]
+        first, drafts = (end - start)[:, None] - num_tokens, None
+        if self.drafts is not None:
+            # A draft stands where it will stand if it is taken: below its ancestors.
+            number = kv_positions.at(jnp.int32(0), shape.kv_len)
+            real = (queries < num_tokens)[:, None]
+            drafts = Drafts(self.drafts & real, number - first)
+            kv_positions = Positions(jnp.zeros_like(start), drafts.place(number, first))
+            queries = drafts.depths
+        within = first + queries
+        if self.num_tokens is not None:
             # Padding stands before all keys, so it sees none.
-            num_tokens = flat_batch(self.num_tokens, batch_shape, 0)[:, None]
-            rows = jnp.arange(q_len, dtype=jnp.int32)[None]
-            within = (end - start)[:, None] - num_tokens + rows
-            within = jnp.where(rows < num_tokens, within, -NOWHERE)
-            q_positions = Positions(jnp.zeros_like(start), within)
-        left, right = self.sliding_window
+            real = jnp.arange(shape.q_len, dtype=jnp.int32)[None] < num_tokens
+            within = jnp.where(real, within, -NOWHERE)
         return Visibility(
-            q_positions=q_positions,
+            q_positions=Positions(jnp.zeros_like(start), within),
             kv_positions=kv_positions,
-            segments=None,
-            mask=matrix(
-                self.mask,
-                batch_shape,
-                self.query.shape[-2],
-                self.cache.kv_heads,
-            ),
-            kv_range=kv_range,
-            q_len=q_len,
-            kv_len=capacity,
-            left=left,
-            right=0 if right is None else min(right, 0),
-            num_sink_tokens=self.num_sink_tokens,
+            mask=intersection(window, slots, drafts, mask),
+            q_len=shape.q_len,
+            kv_len=shape.kv_len,
         )
 
 

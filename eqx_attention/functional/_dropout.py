@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from .._jax import threefry_key
 from .._typing import Number
-from ._tiles import Layout, Tile
+from ._tiles import Tile
 
 
 class Dropout(eqx.Module):
@@ -43,15 +43,9 @@ class Dropout(eqx.Module):
 
     def apply(self, weights: Float[Array, "..."], tile: Tile) -> Float[Array, "..."]:
         """The weights of a tile: kept ones divided by 1 - p, the others 0."""
-        if tile.layout is Layout.KEYS_MINOR:
-            _, kv_heads, group, _, _ = weights.shape
-        else:
-            _, kv_heads, _, group, _ = weights.shape
-        heads = jnp.arange(kv_heads * group, dtype=jnp.int32) + tile.head_start * group
-        keep = self.keep(heads, tile.q_index, tile.kv_index)
-        keep = tile.arrange(
-            keep.reshape(keep.shape[0], kv_heads, group, *keep.shape[2:])
-        )
+        shape = (tile.kv_heads, tile.group)
+        keep = self.keep(tile.heads.reshape(-1), tile.q_index, tile.kv_index)
+        keep = tile.arrange(keep.reshape(keep.shape[0], *shape, *keep.shape[2:]))
         return jnp.where(keep, weights * self.kept_scale, jnp.zeros_like(weights))
 
     def keep(

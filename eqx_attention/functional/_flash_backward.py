@@ -10,6 +10,8 @@ weights.) Chunks of keys are the outer loop: the gradients of keys and values ar
 finished one chunk after the other, that of the queries is summed up in place.
 """
 
+from typing import TypeAlias
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -20,11 +22,12 @@ from .._jax import pad, positive_range, tree_map, vary_like, varying_axes, vjp
 from ._batch import fold_batch
 from ._block import join_chunks, pad_to
 from ._layout import keys_by_position, queries_by_position
-from ._logits import ScoreParameters, contract, drop_unseen
+from ._logits import contract, drop_unseen
 from ._online_softmax import SoftmaxState, exp_below
 from ._problem import Operands, Problem
 from ._schedule import Schedule
-from ._tiles import Layout, Tile, TileSizes, merge_rows
+from ._score import AbstractScore, ScoreParameters
+from ._tiles import Layout, Matrix, Tile, TileSizes, add_at, is_matrix, merge_rows
 
 
 class Sums(eqx.Module):
@@ -41,20 +44,8 @@ class KeySums(eqx.Module):
     value: Float[Array, "batch kv_heads kv_size v_dim"]
 
 
-class Wanted(eqx.Module):
-    """Which of the score's parameters need a gradient."""
-
-    scale: bool = eqx.field(static=True)
-    bias: bool = eqx.field(static=True)
-    sink_bias: bool = eqx.field(static=True)
-
-    def of(self, parameters: ScoreParameters) -> ScoreParameters:
-        """The parameters that need one, None in place of the others."""
-        return ScoreParameters(
-            parameters.scale if self.scale else None,
-            parameters.bias if self.bias else None,
-            parameters.sink_bias if self.sink_bias else None,
-        )
+Wanted: TypeAlias = ScoreParameters
+"""True in the place of each parameter that needs a gradient."""
 
 
 def backward(
@@ -66,17 +57,13 @@ def backward(
     """
     walk = _one_by_one if problem.walks_apart(sizes) else _together
     found = walk(problem, sizes, wanted, cotangent)
-    ours, given = found.parameters, problem.operands.parameters
-    return Operands(
-        found.query,
-        found.key,
-        found.value,
-        ScoreParameters(
-            _cast(ours.scale, given.scale),
-            _cast(ours.bias, given.bias),
-            _cast(ours.sink_bias, given.sink_bias),
-        ),
-    )
+    given = eqx.filter(problem.operands.parameters, wanted)
+
+    def cast(gradient: Array, x: Array) -> Array:
+        return gradient.astype(x.dtype)
+
+    parameters: ScoreParameters = jax.tree.map(cast, found.parameters, given)
+    return Operands(found.query, found.key, found.value, parameters)
 
 
 def _one_by_one(
@@ -84,32 +71,29 @@ def _one_by_one(
 ) -> Operands:
     """One batch element after the other; gradients of what they share are summed up."""
     operands = problem.operands
-    batch, bias = operands.query.shape[0], operands.parameters.bias
-    shares_bias = bias is not None and bias.shape[0] != batch
+    batch = operands.query.shape[0]
+    parameters = eqx.filter(operands.parameters, wanted)
+
+    def has_batch_axis(x: Array) -> bool:
+        return x.ndim > 0 and x.shape[0] == batch
+
+    is_own = jax.tree.map(has_batch_axis, parameters)
 
     def one(
         carry: ScoreParameters, cotangent: SoftmaxState, *element: PyTree
-    ) -> tuple[ScoreParameters, tuple[Array, Array, Array, Array | None]]:
+    ) -> tuple[ScoreParameters, tuple[Array, Array, Array, ScoreParameters]]:
         found = _together(problem.element(*element), sizes, wanted, cotangent)
-        shared, own_bias = found.parameters, None
-        if not shares_bias:
-            own_bias = shared.bias
-            shared = ScoreParameters(shared.scale, None, shared.sink_bias)
+        own, shared = eqx.partition(found.parameters, is_own)
         total: ScoreParameters = jax.tree.map(jnp.add, carry, shared)
-        return total, (found.query, found.key, found.value, own_bias)
+        return total, (found.query, found.key, found.value, own)
 
-    nothing = wanted.of(operands.parameters)
-    if not shares_bias:
-        nothing = ScoreParameters(nothing.scale, None, nothing.sink_bias)
+    nothing = eqx.filter(parameters, is_own, inverse=True)
     nothing = tree_map(lambda x: jnp.zeros(x.shape, operands.accumulator), nothing)
     nothing = vary_like(nothing, varying_axes(operands.query))
-    total, (query, key, value, own_bias) = fold_batch(
+    total, (query, key, value, own) = fold_batch(
         one, nothing, cotangent, *problem.by_element, batch=batch
     )
-    bias = total.bias if shares_bias else own_bias
-    return Operands(
-        query, key, value, ScoreParameters(total.scale, bias, total.sink_bias)
-    )
+    return Operands(query, key, value, eqx.combine(total, own))
 
 
 def _together(
@@ -124,7 +108,7 @@ def _together(
     batch, kv_heads, group, q_len, qk_dim = operands.query.shape
     kv_len = operands.key.shape[2]
     schedule = Schedule(
-        rules.visibility, parameters.bias, q_len, sizes.query, sizes.key
+        *(rules.visibility, parameters), *(kv_heads, group, sizes.query, sizes.key)
     )
     padded_q = schedule.q_chunks * sizes.query
     padded_kv = schedule.kv_chunks * sizes.key
@@ -149,7 +133,7 @@ def _together(
         tile: Tile, k: Array, k_by_dim: Array, v: Array, masked: bool, key_sums: KeySums
     ) -> tuple[Array, ScoreParameters, KeySums]:
         """The tile's gradients of queries and parameters, and the keys' sums."""
-        q, d_num = (tile.queries(x, group) for x in (padded_query, d_numerator))
+        q, d_num = (tile.queries(x) for x in (padded_query, d_numerator))
         if query_scale is not None:
             q = q.astype(dtype) * query_scale
         d_den, shift = tile.numbers(d_denominator), tile.numbers(reference)
@@ -157,10 +141,10 @@ def _together(
         allowed = rules.allowed(tile_parameters, tile) if masked else None
         k, v = drop_unseen(k, allowed, tile), drop_unseen(v, allowed, tile)
         k_by_dim = drop_unseen(k_by_dim, allowed, tile, axis=3)
-        free = wanted.of(tile_parameters)
+        free, fixed = eqx.partition(tile_parameters, wanted)
 
         def logits_of(products: Array, free: ScoreParameters) -> Array:
-            full = eqx.combine(free, tile_parameters)
+            full = eqx.combine(free, fixed)
             return rules.logits(products, full, tile, allowed)
 
         logits, pull = vjp(logits_of, rules.products(q, k, tile.layout), free)
@@ -192,13 +176,13 @@ def _together(
         return d_query, d_free, key_sums
 
     def column(sums: Sums, kv_chunk: Int[Array, ""]) -> tuple[Sums, KeySums]:
-        plan = schedule.queries_for(kv_chunk)
+        plans = schedule.queries_for(kv_chunk)
 
         def some_heads(sums: Sums, head_start: Int[Array, ""]) -> tuple[Sums, KeySums]:
             def tile_at(q_chunk: Int[Array, ""]) -> Tile:
                 return Tile(
                     *(head_start, q_chunk * sizes.query, kv_chunk * sizes.key),
-                    *(sizes.kv_heads, sizes.query, sizes.key),
+                    *(sizes.kv_heads, group, sizes.query, sizes.key),
                     Layout.QUERIES_MINOR,
                 )
 
@@ -219,6 +203,7 @@ def _together(
 
             nothing = KeySums(jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
             nothing = vary_like(nothing, varying_axes(k))
+            plan = plans.of(head_start, sizes.kv_heads)
             sums, key_sums = plan.walk(visit, (sums, nothing))
             return sums, KeySums(
                 key_sums.key.astype(key.dtype), key_sums.value.astype(value.dtype)
@@ -230,14 +215,16 @@ def _together(
             lambda x: join_chunks(x, axis=1, length=kv_heads), key_sums
         )
 
+    def nothing_for(x: Array | Matrix) -> Array | Matrix:
+        if isinstance(x, Matrix):
+            return x.zeros(padded_q, padded_kv, dtype)
+        return jnp.zeros(x.shape, dtype)
+
     sums = Sums(
         jnp.zeros(
             (schedule.q_chunks, batch, kv_heads, qk_dim, group, sizes.query), dtype
         ),
-        tree_map(
-            lambda x: jnp.zeros(_whole_chunks(x.shape, padded_q, padded_kv), dtype),
-            wanted.of(parameters),
-        ),
+        jax.tree.map(nothing_for, eqx.filter(parameters, wanted), is_leaf=is_matrix),
     )
     sums, key_sums = lax.scan(
         column,
@@ -250,28 +237,23 @@ def _together(
         if wanted.scale:
             d_scale = jnp.sum(d_query * query)
         d_query = d_query * query_scale
+
+    def trimmed(total: Array | Matrix, x: Array | Matrix) -> Array | Matrix:
+        if isinstance(total, Matrix) and isinstance(x, Matrix):
+            return total.trimmed(x)
+        return total
+
+    d_score: AbstractScore | None = jax.tree.map(
+        trimmed,
+        *(sums.parameters.score, eqx.filter(parameters, wanted).score),
+        is_leaf=is_matrix,
+    )
     return Operands(
         d_query.astype(query.dtype),
         join_chunks(key_sums.key, axis=2, length=kv_len),
         join_chunks(key_sums.value, axis=2, length=kv_len),
-        ScoreParameters(
-            d_scale,
-            _like(sums.parameters.bias, parameters.bias),
-            sums.parameters.sink_bias,
-        ),
+        ScoreParameters(d_scale, d_score),
     )
-
-
-def _cast(gradient: Array | None, x: Array | None) -> Array | None:
-    """A gradient in the dtype of what it is one of."""
-    return None if gradient is None or x is None else gradient.astype(x.dtype)
-
-
-def _like(total: Array | None, x: Array | None) -> Array | None:
-    """A parameter's sum as its gradient: without the filled up ends."""
-    if total is None or x is None:
-        return None
-    return lax.slice(total, (0,) * x.ndim, x.shape)
 
 
 def _add(
@@ -284,38 +266,13 @@ def _add(
     """The sums with one tile's part."""
     zero = jnp.int32(0)
     start = (q_chunk, zero, tile.head_start, zero, zero, zero)
-    query = _add_at(sums.query, d_query[None], start)
-    total, part = sums.parameters, d_parameters
-    scale, bias, sink_bias = total.scale, total.bias, total.sink_bias
-    if scale is not None and part.scale is not None:
-        scale = scale + part.scale.astype(scale.dtype)
-    if sink_bias is not None and part.sink_bias is not None:
-        sink_bias = _add_at(sink_bias, part.sink_bias, (tile.head_start, zero, zero))
-    if bias is not None and part.bias is not None:
-        start = (zero, tile.head_start, zero, tile.q_start, tile.kv_start)
-        bias = _add_at(bias, part.bias, start)
-    return Sums(query, ScoreParameters(scale, bias, sink_bias))
 
+    def plus(total: Array | Matrix, part: Array | Matrix) -> Array | Matrix:
+        if isinstance(total, Matrix):
+            return total.add(part, tile) if isinstance(part, Matrix) else total
+        return total if isinstance(part, Matrix) else total + part.astype(total.dtype)
 
-def _add_at(
-    total: Float[Array, "..."],
-    part: Float[Array, "..."],
-    start: tuple[Int[Array, ""], ...],
-) -> Float[Array, "..."]:
-    """`total` with `part` added from `start` on. Axes of 1 start at 0, by clamping."""
-    old = lax.dynamic_slice(total, start, part.shape)
-    return lax.dynamic_update_slice(total, old + part.astype(total.dtype), start)
-
-
-def _whole_chunks(
-    shape: tuple[int, ...], padded_q: int, padded_kv: int
-) -> tuple[int, ...]:
-    """The shape of a parameter's sum: a matrix has its ends filled up."""
-    if len(shape) != 5:
-        return shape
-    *heads, q_len, kv_len = shape
-    return (
-        *heads,
-        padded_q if q_len > 1 else 1,
-        padded_kv if kv_len > 1 else 1,
+    parameters: ScoreParameters = jax.tree.map(
+        plus, sums.parameters, d_parameters, is_leaf=is_matrix
     )
+    return Sums(add_at(sums.query, d_query[None], start), parameters)

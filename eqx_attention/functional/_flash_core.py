@@ -64,10 +64,7 @@ def _attend_bwd(
     dropout: Dropout | None,
     sizes: TileSizes,
 ) -> Operands:
-    parameters = perturbed.parameters
-    wanted = Wanted(
-        bool(parameters.scale), bool(parameters.bias), bool(parameters.sink_bias)
-    )
+    wanted: Wanted = jax.tree.map(bool, perturbed.parameters)
     numerator, denominator = cotangent.numerator, cotangent.denominator
     if numerator is None:
         shape = (*max_logits.shape, operands.value.shape[-1])
@@ -104,9 +101,8 @@ def _plain_backward(
     wanted: Wanted,
 ) -> Operands:
     del sizes
-    free = Operands(
-        operands.query, operands.key, operands.value, wanted.of(operands.parameters)
-    )
+    parameters = eqx.filter(operands.parameters, wanted)
+    free = Operands(operands.query, operands.key, operands.value, parameters)
 
     def state(free: Operands) -> SoftmaxState:
         return attend_rows(Problem(eqx.combine(free, operands), rules, dropout))

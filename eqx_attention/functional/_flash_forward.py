@@ -35,7 +35,8 @@ def _together(problem: Problem, sizes: TileSizes) -> SoftmaxState:
     operands, rules = problem.operands, problem.rules
     batch, kv_heads, group, q_len, _ = operands.query.shape
     schedule = Schedule(
-        rules.visibility, operands.parameters.bias, q_len, sizes.query, sizes.key
+        *(rules.visibility, operands.parameters),
+        *(kv_heads, group, sizes.query, sizes.key),
     )
     # By position these are the caller's own arrays, of which XLA makes no copy.
     query = queries_by_position(operands.query, (batch,))
@@ -46,17 +47,17 @@ def _together(problem: Problem, sizes: TileSizes) -> SoftmaxState:
     )
 
     def rows(q_chunk: Int[Array, ""]) -> SoftmaxState:
-        plan = schedule.keys_for(q_chunk)
+        plans = schedule.keys_for(q_chunk)
 
         def some_heads(head_start: Int[Array, ""]) -> SoftmaxState:
             def tile_at(kv_chunk: Int[Array, ""]) -> Tile:
                 return Tile(
                     *(head_start, q_chunk * sizes.query, kv_chunk * sizes.key),
-                    *(sizes.kv_heads, sizes.query, sizes.key),
+                    *(sizes.kv_heads, group, sizes.query, sizes.key),
                     Layout.KEYS_MINOR,
                 )
 
-            q = tile_at(jnp.int32(0)).queries(query, group)
+            q = tile_at(jnp.int32(0)).queries(query)
 
             def visit(
                 kv_chunk: Int[Array, ""], state: SoftmaxState, masked: bool
@@ -69,6 +70,7 @@ def _together(problem: Problem, sizes: TileSizes) -> SoftmaxState:
                 return attend_tile(state, own, rules, problem.dropout, tile, allowed)[0]
 
             state = no_keys((*q.shape[:-1], value.shape[-1]), operands.accumulator)
+            plan = plans.of(head_start, sizes.kv_heads)
             return plan.walk(visit, vary_like(state, varying_axes(q)))
 
         head_starts = jnp.arange(0, kv_heads, sizes.kv_heads, dtype=jnp.int32)

@@ -4,7 +4,7 @@ import math
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Int, Integer, PRNGKeyArray
 
 from .._config import (
     FURTHEST,
@@ -22,32 +22,33 @@ from .._config import (
 )
 from .._jax import accumulation_dtype
 from .._typing import Number, Window, int32
+from ..masks import Dense, Documents, Segments, SinkTokens, SlidingWindow
+from ..scores import Bias, SoftCap
 from ._checks import (
     both_sides,
     check_batch,
-    check_broadcasts,
     check_heads,
     check_ids,
-    check_offsets,
     check_sink_bias,
     check_softmax_aux,
     debug_check_nan,
-    logits_shape,
 )
 from ._dropout import Dropout
 from ._layout import (
     flat_batch,
     keys_by_head,
-    matrix,
     per_head,
     queries_by_head,
     queries_by_position,
     rows_by_head,
 )
-from ._logits import LogitRules, ScoreParameters
+from ._logits import LogitRules
+from ._mask import AbstractMask, LogitsShape, intersection
 from ._online_softmax import SoftmaxState, absorb_sinks, finish
+from ._positions import Positions, sequences
 from ._problem import Operands, Problem
-from ._visibility import Positions, Visibility
+from ._score import AbstractScore, ScoreParameters, SinkBias, chain
+from ._visibility import Visibility
 
 
 class Inputs(eqx.Module):
@@ -59,8 +60,8 @@ class Inputs(eqx.Module):
     query: Float[Array, "*batch q_len q_heads qk_dim"]
     key: Float[Array, "*batch kv_len kv_heads qk_dim"]
     value: Float[Array, "*batch kv_len kv_heads v_dim"]
-    mask: Bool[Array, "..."] | Integer[Array, "..."] | None
-    bias: Float[Array, "..."] | None
+    mask: AbstractMask | None
+    score: AbstractScore | None
     softmax_aux: Float[Array, "..."] | None
     sink_bias: Float[Array, "..."] | None
     q_segment_ids: Integer[Array, "..."] | None
@@ -74,7 +75,6 @@ class Inputs(eqx.Module):
     sliding_window: tuple[int | None, int | None] = eqx.field(static=True)
     alignment: Alignment = eqx.field(static=True)
     num_sink_tokens: int = eqx.field(static=True)
-    logits_soft_cap: Number | None = eqx.field(static=True)
     dropout_prob: Number = eqx.field(static=True)
     logits_dtype: DTypeLike = eqx.field(static=True)
     precision: Precision = eqx.field(static=True)
@@ -85,8 +85,8 @@ class Inputs(eqx.Module):
         key: Array,
         value: Array,
         *,
-        mask: Array | None,
-        bias: Array | None,
+        mask: AbstractMask | Array | None,
+        bias: AbstractScore | Array | None,
         softmax_aux: Array | None,
         num_sink_tokens: int,
         sink_bias: Array | None,
@@ -118,9 +118,6 @@ class Inputs(eqx.Module):
             )
         check_softmax_aux(softmax_aux, query.shape[-2])
         check_sink_bias(sink_bias, num_sink_tokens, query.shape[-2])
-        shape = logits_shape(query, key)
-        check_broadcasts("mask", mask, shape, key.shape[-2])
-        check_broadcasts("bias", bias, shape, key.shape[-2])
         q_segment_ids, kv_segment_ids = both_sides(
             "segment_ids", q_segment_ids, kv_segment_ids, query, key
         )
@@ -151,7 +148,8 @@ class Inputs(eqx.Module):
                 "more: [0] means no sequence"
             )
         self.query, self.key, self.value = query, key, value
-        self.mask, self.bias, self.softmax_aux = mask, bias, softmax_aux
+        self.mask, self.score = as_mask(mask), as_score(bias, logits_soft_cap)
+        self.softmax_aux = softmax_aux
         self.sink_bias = None if num_sink_tokens == 0 else sink_bias
         self.q_segment_ids, self.kv_segment_ids = q_segment_ids, kv_segment_ids
         self.cum_seqlens_q, self.cum_seqlens_k = cum_seqlens_q, cum_seqlens_k
@@ -161,10 +159,16 @@ class Inputs(eqx.Module):
         self.causal, self.alignment = causal, alignment
         self.sliding_window = window_bounds(sliding_window)
         self.num_sink_tokens = num_sink_tokens
-        self.logits_soft_cap = logits_soft_cap
         self.dropout_prob = float(dropout_prob)
         self.logits_dtype = softmax_dtype(logits_dtype, query)
         self.precision = precision
+
+    @property
+    def _shape(self) -> LogitsShape:
+        """The sizes of the logits."""
+        q_len, q_heads = self.query.shape[-3:-1]
+        kv_len, kv_heads = self.key.shape[-3:-1]
+        return LogitsShape(self.batch_shape, q_heads, kv_heads, q_len, kv_len)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -175,13 +179,12 @@ class Inputs(eqx.Module):
         """Those for these shapes and rules."""
         q_len, q_heads = self.query.shape[-3:-1]
         kv_len, kv_heads = self.key.shape[-3:-1]
+        rule = self._rule()
         return default_chunk_sizes(
             q_len,
             kv_len,
             q_heads // max(kv_heads, 1),
-            local=self.sliding_window[0] is not None
-            or self.q_segment_ids is not None
-            or self.cum_seqlens_q is not None,
+            local=rule is not None and rule.is_local,
         )
 
     def problem(self) -> Problem:
@@ -193,16 +196,10 @@ class Inputs(eqx.Module):
             keys_by_head(self.value),
             ScoreParameters(
                 self.softmax_scale,
-                matrix(self.bias, self.batch_shape, self.query.shape[-2], kv_heads),
-                per_head(self.sink_bias, self.query.shape[-2], kv_heads),
+                bound_score(self.score, self.sink_bias, self._shape),
             ),
         )
-        rules = LogitRules(
-            self._visibility(),
-            self.logits_soft_cap,
-            self.logits_dtype,
-            self.precision,
-        )
+        rules = LogitRules(self._visibility(), self.logits_dtype, self.precision)
         dropout = None
         if self.dropout_key is not None:
             dropout = Dropout.of(
@@ -223,35 +220,28 @@ class Inputs(eqx.Module):
         return state if sinks is None else absorb_sinks(state, sinks[None, :, :, None])
 
     def _visibility(self) -> Visibility:
-        q_len, kv_len = self.query.shape[-3], self.key.shape[-3]
-        left, right = self.sliding_window
-        if self.causal:
-            right = 0 if right is None else min(right, 0)
-        offset = self._offset(q_len, kv_len)
-        q_within = kv_within = segments = None
+        shape, rule, q_within, kv_within = self._shape, self._rule(), None, None
         if self.cum_seqlens_q is not None and self.cum_seqlens_k is not None:
-            segments, q_within, kv_within = self._packed(q_len, kv_len)
-        elif self.q_segment_ids is not None and self.kv_segment_ids is not None:
-            q_ids = int32("q_segment_ids", self.q_segment_ids)
-            kv_ids = int32("kv_segment_ids", self.kv_segment_ids)
-            segments = (
-                flat_batch(q_ids, self.batch_shape, 1),
-                flat_batch(kv_ids, self.batch_shape, 1),
-            )
+            q_within, kv_within = self._within(self.cum_seqlens_q, self.cum_seqlens_k)
         return Visibility(
-            q_positions=Positions(offset, q_within),
+            q_positions=Positions(self._offset(shape.q_len, shape.kv_len), q_within),
             kv_positions=Positions(jnp.zeros(1, jnp.int32), kv_within),
-            segments=segments,
-            mask=matrix(
-                self.mask, self.batch_shape, self.query.shape[-2], self.key.shape[-2]
-            ),
-            kv_range=None,
-            q_len=q_len,
-            kv_len=kv_len,
-            left=left,
-            right=right,
-            num_sink_tokens=self.num_sink_tokens,
+            mask=None if rule is None else rule.bind(shape),
+            q_len=shape.q_len,
+            kv_len=shape.kv_len,
         )
+
+    def _rule(self) -> AbstractMask | None:
+        """All that says which pairs may attend, as one mask."""
+        together = None
+        if self.q_segment_ids is not None:
+            together = Segments(self.q_segment_ids, self.kv_segment_ids)
+        if self.cum_seqlens_q is not None:
+            together = Documents(self.cum_seqlens_q, self.cum_seqlens_k)
+        window = window_mask(
+            self.sliding_window, causal=self.causal, num_sinks=self.num_sink_tokens
+        )
+        return intersection(window, together, self.mask)
 
     def _offset(self, q_len: int, kv_len: int) -> Int[Array, " batch"]:
         if self.query_offset is not None:
@@ -261,28 +251,58 @@ class Inputs(eqx.Module):
             return jnp.full(1, kv_len - q_len, jnp.int32)
         return jnp.zeros(1, jnp.int32)
 
-    def _packed(
-        self, q_len: int, kv_len: int
-    ) -> tuple[tuple[Array, Array], Array, Array]:
-        """Segments, of queries and of keys; positions of queries; positions of keys."""
-        assert self.cum_seqlens_q is not None and self.cum_seqlens_k is not None
-        starts_q = check_offsets("cum_seqlens_q", self.cum_seqlens_q, q_len)
-        starts_k = check_offsets("cum_seqlens_k", self.cum_seqlens_k, kv_len)
-        q_ids, q_within = _sequences(starts_q, q_len)
-        kv_ids, kv_within = _sequences(starts_k, kv_len)
+    def _within(
+        self,
+        cum_seqlens_q: Integer[Array, " offsets"],
+        cum_seqlens_k: Integer[Array, " offsets"],
+    ) -> tuple[Array, Array]:
+        """The positions of queries, and of keys, within their sequences."""
+        q_starts = int32("cum_seqlens_q", cum_seqlens_q)
+        kv_starts = int32("cum_seqlens_k", cum_seqlens_k)
+        q_ids, q_within = sequences(q_starts, self.query.shape[-3])
+        _, kv_within = sequences(kv_starts, self.key.shape[-3])
         if self.alignment is Alignment.BOTTOM_RIGHT and self.query_offset is None:
-            extra = jnp.diff(starts_k) - jnp.diff(starts_q)
+            extra = jnp.diff(kv_starts) - jnp.diff(q_starts)
             if extra.shape[0] > 0:
                 q_within = q_within + jnp.take(extra, jnp.maximum(q_ids, 0), axis=0)
-        return (q_ids[None], kv_ids[None]), q_within[None], kv_within[None]
+        return q_within[None], kv_within[None]
 
 
-def _sequences(starts: Int[Array, " offsets"], length: int) -> tuple[Array, Array]:
-    """The sequence of each token, -1 for padding, and its position within it."""
-    index = jnp.arange(length, dtype=jnp.int32)
-    ids = jnp.searchsorted(starts, index, side="right").astype(jnp.int32) - 1
-    within = index - jnp.take(starts, jnp.maximum(ids, 0), axis=0)
-    return jnp.where(ids < starts.shape[0] - 1, ids, -1), within
+def as_mask(mask: AbstractMask | Array | None) -> AbstractMask | None:
+    """A mask, or an array as one."""
+    return Dense(mask) if isinstance(mask, Array) else mask
+
+
+def as_score(
+    bias: AbstractScore | Array | None, logits_soft_cap: Number | None
+) -> AbstractScore | None:
+    """A soft cap, and then a score, or an array as one."""
+    cap = None if logits_soft_cap is None else SoftCap(logits_soft_cap)
+    return chain(cap, Bias(bias) if isinstance(bias, Array) else bias)
+
+
+def bound_score(
+    score: AbstractScore | None, sink_bias: Array | None, shape: LogitsShape
+) -> AbstractScore | None:
+    """The score, and then the bias of sink tokens, for these sizes."""
+    bias = per_head(sink_bias, shape.q_heads, shape.kv_heads)
+    return chain(
+        None if score is None else score.bind(shape),
+        None if bias is None else SinkBias(bias[None]),
+    )
+
+
+def window_mask(
+    window: tuple[int | None, int | None], *, causal: bool, num_sinks: int
+) -> AbstractMask | None:
+    """A window from whose left bound sink tokens are exempt; causality is a right one."""
+    left, right = window
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    if num_sinks == 0 or left is None:
+        return None if (left, right) == (None, None) else SlidingWindow(left, right)
+    near = SlidingWindow(left, None) | SinkTokens(num_sinks)
+    return intersection(near, None if right is None else SlidingWindow(None, right))
 
 
 def scale_array(softmax_scale: Number | Array | None, query: Array) -> Array:

@@ -1,10 +1,10 @@
 r"""Logits: the one place where they are made, whatever walks over them.
 
-$$x_{ij} = \mathrm{cap}(s \, q_i \cdot k_j) + b_{ij} + \beta_j, \qquad
-\mathrm{cap}(x) = c \tanh(x / c)$$
+$$x_{ij} = f(s \, q_i \cdot k_j, i, j)$$
 
-with the scale s, the cap c, the bias b and the bias of the sink tokens, beta. Pairs
-that may not attend get minus infinity, and so a weight of exactly 0.
+with the scale s and the score f: a soft cap, then the bias or the caller's score, then
+the bias of sink tokens. Pairs that may not attend get minus infinity, and so a weight
+of exactly 0.
 """
 
 import equinox as eqx
@@ -13,45 +13,21 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 
 from .._config import Precision
 from .._jax import accumulation_dtype, einsum
-from .._typing import Number
-from ._tiles import Layout, Tile, read_chunk
+from ._score import ScoreParameters
+from ._tiles import Layout, Tile
 from ._visibility import Visibility
-
-
-class ScoreParameters(eqx.Module):
-    """What a logit is made of beside the query and the key; all of it has gradients."""
-
-    scale: Float[Array, ""] | None
-    bias: Float[Array, "b k g q kv"] | None
-    sink_bias: Float[Array, "kv_heads group num_sink_tokens"] | None
-
-    def without_scale(self) -> "ScoreParameters":
-        """The others alone."""
-        return ScoreParameters(None, self.bias, self.sink_bias)
-
-    def cut(self, tile: Tile) -> "ScoreParameters":
-        """The parameters of one tile."""
-        bias, sink_bias = self.bias, self.sink_bias
-        if bias is not None:
-            bias = tile.cut(bias, fill=0.0)
-        if sink_bias is not None:
-            sink_bias = read_chunk(
-                sink_bias, tile.head_start, tile.kv_heads, axis=0, fill=0.0
-            )
-        return ScoreParameters(self.scale, bias, sink_bias)
 
 
 class LogitRules(eqx.Module):
     """How logits are made and which are left out: nothing here has a gradient."""
 
     visibility: Visibility
-    logits_soft_cap: Number | None = eqx.field(static=True)
     dtype: DTypeLike = eqx.field(static=True)
     precision: Precision = eqx.field(static=True)
 
     def with_visibility(self, visibility: Visibility) -> "LogitRules":
         """The same for other positions and masks, such as those of one sequence."""
-        return LogitRules(visibility, self.logits_soft_cap, self.dtype, self.precision)
+        return LogitRules(visibility, self.dtype, self.precision)
 
     def products(
         self,
@@ -74,35 +50,19 @@ class LogitRules(eqx.Module):
         if parameters.scale is not None:
             logits = logits * parameters.scale.astype(logits.dtype)
         logits = logits.astype(self.dtype)
-        if self.logits_soft_cap is not None:
-            logits = self.logits_soft_cap * jnp.tanh(logits / self.logits_soft_cap)
-        if parameters.bias is not None:
-            logits = logits + tile.arrange(parameters.bias).astype(self.dtype)
-        if parameters.sink_bias is not None:
-            logits = logits + self._sink_bias(parameters.sink_bias, tile)
+        if parameters.score is not None:
+            pairs = self.visibility.pairs(tile)
+            logits = parameters.score.modify(logits, pairs)
         return logits
-
-    def _sink_bias(
-        self, sink_bias: Float[Array, "kv_heads group num_sink_tokens"], tile: Tile
-    ) -> Float[Array, "..."]:
-        """The bias of each key of the tile: that of its position, 0 past the sinks."""
-        num_sinks = sink_bias.shape[-1]
-        position = self.visibility.kv_positions.at(tile.kv_start, tile.kv_size)
-        is_sink = (position >= 0) & (position < num_sinks)
-        of_key = jnp.take(sink_bias, jnp.clip(position, 0, num_sinks - 1), axis=-1)
-        of_key = jnp.moveaxis(of_key.astype(self.dtype), 2, 0)[:, :, :, None]
-        of_key = jnp.where(is_sink[:, None, None, None], of_key, jnp.zeros_like(of_key))
-        return tile.arrange(of_key)
 
     def allowed(
         self, parameters: ScoreParameters, tile: Tile
     ) -> Bool[Array, "..."] | None:
         """True for the pairs of a tile that have a weight; None if all have one."""
-        allowed = self.visibility.tile(tile)
-        if parameters.bias is None:
-            return allowed
-        finite = tile.arrange(parameters.bias) != -jnp.inf
-        return finite if allowed is None else allowed & finite
+        allowed, finite = self.visibility.tile(tile), parameters.allowed(tile)
+        if allowed is None or finite is None:
+            return finite if allowed is None else allowed
+        return allowed & finite
 
     def logits(
         self,

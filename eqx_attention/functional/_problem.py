@@ -8,7 +8,8 @@ from jaxtyping import Array, DTypeLike, Float, PyTree
 from .._config import ChunkSizes
 from .._jax import accumulation_dtype, on_cpu
 from ._dropout import Dropout
-from ._logits import LogitRules, ScoreParameters
+from ._logits import LogitRules
+from ._score import AbstractScore, ScoreParameters
 from ._tiles import TileSizes
 from ._visibility import Visibility
 
@@ -98,7 +99,7 @@ class Problem(eqx.Module):
             operands.query,
             operands.key,
             operands.value,
-            operands.parameters.bias,
+            operands.parameters.score,
             self.rules.visibility,
             None if dropout is None else dropout.batch_index,
         )
@@ -108,13 +109,13 @@ class Problem(eqx.Module):
         query: Array,
         key: Array,
         value: Array,
-        bias: Array | None,
+        score: AbstractScore | None,
         visibility: Visibility,
         batch_index: Array | None,
     ) -> "Problem":
         """One element, from what `by_element` has of it."""
         parameters, dropout = self.operands.parameters, self.dropout
-        parameters = ScoreParameters(parameters.scale, bias, parameters.sink_bias)
+        parameters = ScoreParameters(parameters.scale, score)
         if dropout is not None and batch_index is not None:
             dropout = Dropout(dropout.key, batch_index, dropout.prob)
         return Problem(

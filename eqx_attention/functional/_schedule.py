@@ -1,8 +1,8 @@
 """Which pairs of a query chunk and a key chunk hold work, and the walk over them.
 
-Each pair of chunks has none, some or all of its pairs of tokens allowed. That is told
-from the bounds of the chunks' positions and segment ids: a few comparisons for a pair
-of chunks, made for one chunk against all others at a time, so nothing grows with the
+Each pair of chunks has none, some or all of its pairs of tokens allowed. A mask tells
+that from the bounds of the chunks' positions and ids: a few comparisons for a pair of
+chunks, made for one chunk against all others at a time, so nothing grows with the
 square of the length. A walk then visits the chunks with all pairs allowed, where no
 mask is made, and after them those with some. The rest is never read.
 """
@@ -13,16 +13,17 @@ from typing import TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
+from typing_extensions import override
 
-from .._jax import fori_loop, pad, tree_map
+from .._jax import fori_loop, tree_map
+from ._mask import AbstractMask, Extent, Grid, Side, intersection
+from ._positions import Pairs
+from ._score import ScoreParameters
 from ._tiles import read_chunk
-from ._visibility import Positions, Visibility
+from ._visibility import Visibility
 
 _Carry = TypeVar("_Carry")
-_FAR = int(np.iinfo(np.int32).max) // 2
 
 
 class Plan(eqx.Module):
@@ -115,86 +116,45 @@ class Deal(eqx.Module):
         return jax.vmap(walk_lane)(jnp.arange(self.lanes, dtype=jnp.int32))
 
 
-class Bounds(eqx.Module):
-    """What is known of the tokens of each chunk: the last axis counts chunks."""
-
-    position_low: Int[Array, "#batch chunks"]
-    position_high: Int[Array, "#batch chunks"]
-    segment_low: Int[Array, "#batch chunks"] | None
-    segment_high: Int[Array, "#batch chunks"] | None
-    one_segment: Bool[Array, "#batch chunks"] | None
-
-    def __init__(
-        self,
-        positions: Positions,
-        segment_ids: Int[Array, "#batch length"] | None,
-        size: int,
-        count: int,
-    ) -> None:
-        if positions.within is None:
-            low = size * jnp.arange(count, dtype=jnp.int32)[None]
-            high = low + (size - 1)
-        else:
-            low = chunkwise(jnp.min, positions.within, size, count, fill=_FAR)
-            high = chunkwise(jnp.max, positions.within, size, count, fill=-_FAR)
-        self.position_low = low + positions.offset[:, None]
-        self.position_high = high + positions.offset[:, None]
-        self.segment_low = self.segment_high = self.one_segment = None
-        if segment_ids is not None:
-            real = jnp.where(segment_ids >= 0, segment_ids, _FAR)
-            self.segment_low = chunkwise(jnp.min, real, size, count, fill=_FAR)
-            self.segment_high = chunkwise(jnp.max, segment_ids, size, count, fill=-1)
-            lowest = chunkwise(jnp.min, segment_ids, size, count, fill=-1)
-            self.one_segment = (lowest == self.segment_high) & (lowest >= 0)
-
-    def only(self, chunk: Int[Array, ""]) -> "Bounds":
-        """The bounds of one chunk, to broadcast against those of all others."""
-        return tree_map(lambda x: lax.dynamic_slice_in_dim(x, chunk, 1, axis=1), self)
-
-
 class Schedule(eqx.Module):
     """Makes the plan of one chunk of queries, or of one chunk of keys."""
 
     visibility: Visibility
-    bias: Float[Array, "..."] | None
-    q_bounds: Bounds
-    kv_bounds: Bounds
+    parameters: ScoreParameters
+    kv_heads: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
     q_size: int = eqx.field(static=True)
     kv_size: int = eqx.field(static=True)
-    q_chunks: int = eqx.field(static=True)
-    kv_chunks: int = eqx.field(static=True)
 
-    def __init__(
-        self,
-        visibility: Visibility,
-        bias: Float[Array, "..."] | None,
-        q_len: int,
-        q_size: int,
-        kv_size: int,
-    ) -> None:
-        self.visibility, self.bias = visibility, bias
-        self.q_size, self.kv_size = q_size, kv_size
-        self.q_chunks = -(-q_len // q_size)
-        self.kv_chunks = -(-visibility.kv_len // kv_size)
-        q_ids, kv_ids = visibility.segments or (None, None)
-        self.q_bounds = Bounds(visibility.q_positions, q_ids, q_size, self.q_chunks)
-        self.kv_bounds = Bounds(
-            visibility.kv_positions, kv_ids, kv_size, self.kv_chunks
-        )
+    @property
+    def q_chunks(self) -> int:
+        """How many chunks of queries there are."""
+        return -(-self.visibility.q_len // self.q_size)
 
-    def keys_for(self, q_chunk: Int[Array, ""]) -> Plan:
+    @property
+    def kv_chunks(self) -> int:
+        """How many chunks of keys there are."""
+        return -(-self.visibility.kv_len // self.kv_size)
+
+    def keys_for(self, q_chunk: Int[Array, ""]) -> "Plans":
         """The key chunks that one chunk of queries has to visit."""
-        return self._plan(*self._keys_for(q_chunk))
+        return Plans(self._extent(q_chunk, None), self.kv_chunks)
+
+    def queries_for(self, kv_chunk: Int[Array, ""]) -> "Plans":
+        """The query chunks that have to visit one chunk of keys."""
+        return Plans(self._extent(None, kv_chunk), self.q_chunks)
 
     def deal(self, q_chunk: Int[Array, ""], *, batch: int, lanes: int) -> Deal:
         """The key chunks that one chunk of queries has to visit, each sequence its own.
 
         They are dealt out to at most `lanes` lanes.
         """
-        some, every = self._keys_for(q_chunk)
         shape = batch, self.kv_chunks
-        some, every = jnp.broadcast_to(some, shape), jnp.broadcast_to(every, shape)
-        every = every & some
+        some = every = jnp.ones(shape, bool)
+        extent = self._extent(q_chunk, None)
+        if extent is not None:
+            some = jnp.broadcast_to(jnp.any(extent.some, axis=1), shape)
+            every = jnp.broadcast_to(jnp.all(extent.every, axis=1), shape) & some
         order = _ranked(some.ravel(), every.ravel())
         return Deal(
             sequence=order // self.kv_chunks,
@@ -204,101 +164,78 @@ class Schedule(eqx.Module):
             lanes=min(lanes, batch * self.kv_chunks),
         )
 
-    def _keys_for(
-        self, q_chunk: Int[Array, ""]
-    ) -> tuple[Bool[Array, "#batch chunks"], Bool[Array, "#batch chunks"]]:
-        """Whether some, and whether all, pairs with the keys of a chunk are allowed."""
-        some, every = self._by_bounds(self.q_bounds.only(q_chunk), self.kv_bounds)
-        in_some, in_every = self._in_kv_range(
-            jnp.arange(self.kv_chunks, dtype=jnp.int32)
-        )
-        some, every = some & in_some, every & in_every
-        for allowed in self._dense():
-            rows = read_chunk(
-                allowed, q_chunk * self.q_size, self.q_size, axis=3, fill=False
-            )
-            some = some & _by_chunk(jnp.any, rows, 4, self.kv_size, self.kv_chunks)
-            every = every & _by_chunk(jnp.all, rows, 4, self.kv_size, self.kv_chunks)
-        return some, every
-
-    def queries_for(self, kv_chunk: Int[Array, ""]) -> Plan:
-        """The query chunks that have to visit one chunk of keys."""
-        some, every = self._by_bounds(self.q_bounds, self.kv_bounds.only(kv_chunk))
-        in_some, in_every = self._in_kv_range(kv_chunk[None])
-        some, every = some & in_some, every & in_every
-        for allowed in self._dense():
-            columns = read_chunk(
-                allowed, kv_chunk * self.kv_size, self.kv_size, axis=4, fill=False
-            )
-            some = some & _by_chunk(jnp.any, columns, 3, self.q_size, self.q_chunks)
-            every = every & _by_chunk(jnp.all, columns, 3, self.q_size, self.q_chunks)
-        return self._plan(some, every)
-
-    def _plan(
-        self, some: Bool[Array, "batch chunks"], every: Bool[Array, "batch chunks"]
-    ) -> Plan:
-        some, every = jnp.any(some, axis=0), jnp.all(every, axis=0)
-        every = some & every
-        num_full = jnp.sum(every, dtype=jnp.int32)
-        num_work = jnp.sum(some, dtype=jnp.int32)
-        if self.visibility.unrestricted and self.bias is None and not self._ragged:
-            return Plan(None, num_full, num_work)
-        return Plan(_ranked(some, every), num_full, num_work)
-
-    @property
-    def _ragged(self) -> bool:
-        return self.visibility.kv_len % self.kv_size != 0
-
-    def _in_kv_range(
-        self, kv_chunk: Int[Array, " chunks"]
-    ) -> tuple[Bool[Array, "batch chunks"], Bool[Array, "batch chunks"]]:
-        kv_range = self.visibility.kv_range
-        if kv_range is None:
-            start, end = (
-                jnp.zeros(1, jnp.int32),
-                jnp.full(1, self.visibility.kv_len, jnp.int32),
-            )
-        else:
-            start, end = kv_range
-        first = (kv_chunk * self.kv_size)[None]
-        after = first + self.kv_size
-        start, end = start[:, None], end[:, None]
-        return (after > start) & (first < end), (first >= start) & (after <= end)
-
-    def _by_bounds(
-        self, q: Bounds, kv: Bounds
-    ) -> tuple[Bool[Array, "batch chunks"], Bool[Array, "batch chunks"]]:
-        """Whether any, and whether each, pair of tokens may be allowed."""
+    def _extent(
+        self, q_chunk: Int[Array, ""] | None, kv_chunk: Int[Array, ""] | None
+    ) -> Extent | None:
+        """How much of each pair of chunks is allowed; None if all is."""
         rule = self.visibility
-        low = kv.position_low - q.position_high
-        high = kv.position_high - q.position_low
-        some = every = jnp.ones(low.shape, bool)
-        if rule.right is not None:
-            some, every = some & (low <= rule.right), every & (high <= rule.right)
-        if rule.left is not None:
-            near, all_near = high >= -rule.left, low >= -rule.left
-            if rule.num_sink_tokens > 0:
-                near = near | (kv.position_low < rule.num_sink_tokens)
-                all_near = all_near | (kv.position_high < rule.num_sink_tokens)
-            some, every = some & near, every & all_near
-        if q.segment_low is not None and kv.segment_low is not None:
-            assert q.segment_high is not None and kv.segment_high is not None
-            assert q.one_segment is not None and kv.one_segment is not None
-            meet = (q.segment_low <= kv.segment_high) & (
-                kv.segment_low <= q.segment_high
-            )
-            same = q.one_segment & kv.one_segment & (q.segment_low == kv.segment_low)
-            some, every = some & meet, every & same
-        return some, every
+        mask = intersection(rule.mask, _Finite.of(self.parameters))
+        grid = Grid(
+            Side(rule.q_positions, q_chunk, rule.q_len, self.q_size),
+            Side(rule.kv_positions, kv_chunk, rule.kv_len, self.kv_size),
+            self.kv_heads,
+            self.group,
+        )
+        extent = None if mask is None else mask.extent(grid)
+        if rule.kv_len % self.kv_size == 0:
+            return extent
+        # The last chunk of keys is filled up.
+        whole = grid.kv.index.high < rule.kv_len
+        ends = Extent(jnp.ones_like(whole), whole)
+        return ends if extent is None else extent & ends
 
-    def _dense(self) -> list[Bool[Array, "..."]]:
-        """The matrices that forbid pairs, as the caller made them."""
-        dense: list[Array] = []
-        if self.visibility.mask is not None:
-            dense.append(self.visibility.mask.astype(bool))
-        if self.bias is not None:
-            dense.append(self.bias != -jnp.inf)
-        return dense
+
+class _Finite(AbstractMask):
+    """What a score does not forbid by minus infinity."""
+
+    parameters: ScoreParameters
+
+    @staticmethod
+    def of(parameters: ScoreParameters) -> "_Finite | None":
+        score = parameters.score
+        forbids = score is not None and score.forbids
+        return _Finite(parameters.without_scale()) if forbids else None
+
+    @override
+    def tile(self, pairs: Pairs) -> Bool[Array, "..."]:
+        allowed = self.parameters.cut(pairs.tile).allowed(pairs.tile)
+        assert allowed is not None
+        return allowed
+
+
+class Plans(eqx.Module):
+    """The plans of one chunk: the same for all heads, or one for some of them."""
+
+    extent: Extent | None
+    shared: Plan | None
+    count: int = eqx.field(static=True)
+
+    def __init__(self, extent: Extent | None, count: int) -> None:
+        self.extent, self.count = extent, count
+        # Made once where it can be, and not within a loop over heads.
+        differ = extent is not None and extent.by_head
+        self.shared = None if differ else self._plan(extent)
+
+    def of(self, head_start: Int[Array, ""], kv_heads: int) -> Plan:
+        """The plan of `kv_heads` key heads from `head_start` on."""
+        if self.shared is not None:
+            return self.shared
+        return self._plan(
+            tree_map(
+                lambda x: read_chunk(x, head_start, kv_heads, axis=1, fill=0),
+                self.extent,
+            )
+        )
+
+    def _plan(self, extent: Extent | None) -> Plan:
+        if extent is None:
+            count = jnp.int32(self.count)
+            return Plan(None, count, count)
+        shape = (self.count,)
+        some = jnp.broadcast_to(jnp.any(extent.some, axis=(0, 1)), shape)
+        every = jnp.broadcast_to(jnp.all(extent.every, axis=(0, 1)), shape) & some
+        num_full = jnp.sum(every, dtype=jnp.int32)
+        return Plan(_ranked(some, every), num_full, jnp.sum(some, dtype=jnp.int32))
 
 
 def _ranked(
@@ -307,36 +244,3 @@ def _ranked(
     """The chunks: first those that hold all pairs, then those with some, then none."""
     rank = jnp.where(every, 0, jnp.where(some, 1, 2))
     return jnp.argsort(rank).astype(jnp.int32)
-
-
-def chunkwise(
-    reduce: Callable[..., Array],
-    x: Int[Array, "#batch length"],
-    size: int,
-    count: int,
-    *,
-    fill: int,
-) -> Int[Array, "#batch {count}"]:
-    """`reduce` over each chunk of the last axis, whose end is filled up."""
-    missing = count * size - x.shape[-1]
-    x = pad(x, ((0, 0), (0, missing)), fill=fill)
-    return reduce(x.reshape(x.shape[0], count, size), axis=-1)
-
-
-def _by_chunk(
-    reduce: Callable[..., Array],
-    allowed: Bool[Array, "batch kv_heads group rows columns"],
-    axis: int,
-    size: int,
-    count: int,
-) -> Bool[Array, "batch chunks"]:
-    """`reduce` over all axes but the batch, chunk by chunk along `axis`."""
-    if allowed.shape[axis] == 1:
-        return reduce(allowed, axis=(1, 2, 3, 4))[:, None]
-    widths = [(0, 0)] * 5
-    widths[axis] = (0, count * size - allowed.shape[axis])
-    allowed = pad(allowed, widths)
-    split = (*allowed.shape[:axis], count, size, *allowed.shape[axis + 1 :])
-    return reduce(
-        allowed.reshape(split), axis=tuple(i for i in range(1, 6) if i != axis)
-    )

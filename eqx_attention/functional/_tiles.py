@@ -11,9 +11,10 @@ import dataclasses
 import enum
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Shaped
 
 from .._jax import pad
 from ._layout import keys_by_head, queries_by_head
@@ -45,6 +46,7 @@ class Tile(eqx.Module):
     q_start: Int[Array, ""]
     kv_start: Int[Array, ""]
     kv_heads: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
     q_size: int = eqx.field(static=True)
     kv_size: int = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -59,6 +61,13 @@ class Tile(eqx.Module):
         """The index of each key in its row of the batch."""
         return self.kv_start + jnp.arange(self.kv_size, dtype=jnp.int32)
 
+    @property
+    def heads(self) -> Int[Array, "..."]:
+        """The index of each query head, laid out to broadcast over the tile."""
+        count = self.kv_heads * self.group
+        index = self.head_start * self.group + jnp.arange(count, dtype=jnp.int32)
+        return self._over_heads(index.reshape(1, self.kv_heads, self.group))
+
     def over_queries(self, x: Shaped[Array, "batch q_size"]) -> Shaped[Array, "..."]:
         """One number for each query, laid out to broadcast over the tile."""
         if self.layout is Layout.KEYS_MINOR:
@@ -70,6 +79,21 @@ class Tile(eqx.Module):
         if self.layout is Layout.KEYS_MINOR:
             return x[:, None, None, None, :]
         return x[:, None, :, None, None]
+
+    def over_heads(
+        self, x: Shaped[Array, "batch all_kv_heads group"]
+    ) -> Shaped[Array, "..."]:
+        """One number for each head there is, laid out to broadcast over the tile."""
+        return self._over_heads(
+            read_chunk(x, self.head_start, self.kv_heads, axis=1, fill=0)
+        )
+
+    def _over_heads(
+        self, x: Shaped[Array, "batch kv_heads group"]
+    ) -> Shaped[Array, "..."]:
+        if self.layout is Layout.KEYS_MINOR:
+            return x[..., None, None]
+        return x[:, :, None, :, None]
 
     def rows(
         self, x: Shaped[Array, "batch kv_heads group q_size"]
@@ -88,10 +112,10 @@ class Tile(eqx.Module):
         return jnp.moveaxis(x, -1, 2)
 
     def queries(
-        self, x: Shaped[Array, "batch q_len q_heads dim"], group: int
-    ) -> Shaped[Array, "batch {self.kv_heads} {group} {self.q_size} dim"]:
+        self, x: Shaped[Array, "batch q_len q_heads dim"]
+    ) -> Shaped[Array, "batch {self.kv_heads} {self.group} {self.q_size} dim"]:
         """This tile's part of what every query has, in whole chunks."""
-        first_head, heads = self.head_start * group, self.kv_heads * group
+        first_head, heads = self.head_start * self.group, self.kv_heads * self.group
         x = _slice(x, self.q_start, self.q_size, first_head, heads)
         return queries_by_head(x, self.kv_heads)
 
@@ -111,13 +135,89 @@ class Tile(eqx.Module):
         x = read_chunk(x, self.q_start, self.q_size, axis=3, fill=0)
         return self.rows(x)
 
+    def one_head(self, index: int) -> "Tile":
+        """The part of one of this tile's key heads."""
+        return Tile(
+            *(self.head_start + index, self.q_start, self.kv_start),
+            *(1, self.group, self.q_size, self.kv_size),
+            self.layout,
+        )
+
+    def of_queries(
+        self, x: Shaped[Array, "batch q_len"], *, fill: int
+    ) -> Shaped[Array, "batch {self.q_size}"]:
+        """This tile's part of one number for each query."""
+        return read_chunk(x, self.q_start, self.q_size, axis=1, fill=fill)
+
+    def of_keys(
+        self, x: Shaped[Array, "batch kv_len"], *, fill: int
+    ) -> Shaped[Array, "batch {self.kv_size}"]:
+        """This tile's part of one number for each key."""
+        return read_chunk(x, self.kv_start, self.kv_size, axis=1, fill=fill)
+
+    def cut_heads(
+        self, x: Shaped[Array, "batch all_kv_heads group rows columns"]
+    ) -> Shaped[Array, "..."]:
+        """The part of this tile's heads; axes may be 1."""
+        return read_chunk(x, self.head_start, self.kv_heads, axis=1, fill=0)
+
     def cut(
         self, x: Shaped[Array, "batch kv_heads group q_len kv_len"], fill: float | int
     ) -> Shaped[Array, "..."]:
         """This tile of a whole matrix whose axes may be 1; `fill` beyond its ends."""
-        x = read_chunk(x, self.head_start, self.kv_heads, axis=1, fill=fill)
+        x = self.cut_heads(x)
         x = read_chunk(x, self.q_start, self.q_size, axis=3, fill=fill)
         return read_chunk(x, self.kv_start, self.kv_size, axis=4, fill=fill)
+
+
+class Matrix(eqx.Module):
+    """A number for each pair of tokens, or one for many where an axis is 1.
+
+    A tile uses its own part alone, in values and in gradients.
+    """
+
+    array: Float[Array, "b k g q kv"] | None
+
+    def cut(self, tile: Tile) -> "Matrix":
+        """The tile's part, 0 beyond the ends."""
+        return Matrix(None if self.array is None else tile.cut(self.array, fill=0.0))
+
+    def zeros(self, q_len: int, kv_len: int, dtype: DTypeLike) -> "Matrix":
+        """What the gradients of tiles are added to: as this, with filled up ends."""
+        if self.array is None:
+            return self
+        *heads, rows, columns = self.array.shape
+        size = (q_len if rows > 1 else 1, kv_len if columns > 1 else 1)
+        return Matrix(jnp.zeros((*heads, *size), dtype))
+
+    def add(self, part: "Matrix", tile: Tile) -> "Matrix":
+        """The sum with a tile's part."""
+        if self.array is None or part.array is None:
+            return self
+        zero = jnp.int32(0)
+        start = (zero, tile.head_start, zero, tile.q_start, tile.kv_start)
+        return Matrix(add_at(self.array, part.array, start))
+
+    def trimmed(self, like: "Matrix") -> "Matrix":
+        """Without filled up ends."""
+        if self.array is None or like.array is None:
+            return self
+        return Matrix(lax.slice(self.array, (0,) * 5, like.array.shape))
+
+
+def is_matrix(x: object) -> bool:
+    """Whether that is a `Matrix`: a leaf that is cut for each tile."""
+    return isinstance(x, Matrix)
+
+
+def add_at(
+    total: Float[Array, "..."],
+    part: Float[Array, "..."],
+    start: tuple[Int[Array, ""], ...],
+) -> Float[Array, "..."]:
+    """`total` with `part` added from `start` on. Axes of 1 start at 0, by clamping."""
+    old = lax.dynamic_slice(total, start, part.shape)
+    return lax.dynamic_update_slice(total, old + part.astype(total.dtype), start)
 
 
 def merge_rows(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
@@ -168,6 +268,26 @@ def read_chunk(
     first = jnp.minimum(start, length - size)
     chunk = lax.dynamic_slice_in_dim(x, first, size, axis)
     return shift(chunk, start - first, axis=axis, fill=fill)
+
+
+def take_each(
+    x: Bool[Array, "..."], index: Int[Array, "batch count"], axis: int
+) -> Bool[Array, "..."]:
+    """Entries of `x` along `axis`, of each batch element its own; False beyond it."""
+    inside = (index >= 0) & (index < x.shape[axis])
+    index = jnp.clip(index, 0, x.shape[axis] - 1)
+    if index.shape[0] == 1:
+        taken = jnp.take(x, index[0], axis=axis)
+    else:
+        x = jnp.broadcast_to(x, (index.shape[0], *x.shape[1:]))
+
+        def take(x: Array, index: Array) -> Array:
+            return jnp.take(x, index, axis=axis - 1)
+
+        taken = jax.vmap(take)(x, index)
+    over = [1] * x.ndim
+    over[0], over[axis] = index.shape
+    return taken & inside.reshape(over)
 
 
 def shift(
