@@ -120,7 +120,7 @@ def show(
     )
     for axes in (left, right):
         axes.set(xlabel="key", ylabel="query", xlim=(0, kv_len), ylim=(q_len, 0))
-    figure.suptitle(repr(mask))
+    figure.suptitle(repr(mask))  # pyright: ignore[reportUnknownMemberType]  # its **kwargs
     return figure
 
 
@@ -199,7 +199,7 @@ def _coarse(
     """One entry for a few queries and keys, at most 64 x 64."""
     for axis in (0, 1):
         size = -(-allowed.shape[axis] // _CELLS)
-        starts = np.arange(0, allowed.shape[axis], max(size, 1))
-        parts = np.split(allowed, starts[1:], axis=axis)
+        ends = list(range(size, allowed.shape[axis], max(size, 1)))
+        parts = np.split(allowed, ends, axis=axis)
         allowed = np.stack([reduce(part, axis=axis) for part in parts], axis=axis)
     return allowed

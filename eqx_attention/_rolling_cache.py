@@ -178,7 +178,9 @@ class RollingKVCache(AbstractKVCache):
         block_size: int,
         options: ScoreOptions,
     ) -> DecodeInputs:
-        for name in ("mask", "bias"):
+        mask = options.get("mask")
+        is_tree = isinstance(mask, Array) and mask.shape[-1:] == query.shape[1:-2]
+        for name in ("bias",) if is_tree else ("mask", "bias"):
             if options.get(name) is not None:
                 raise ValueError(
                     f"{name} is given, but in a rolling cache tokens have no fixed "

@@ -13,7 +13,6 @@ or `cum_seqlens_*` say; in decoding, positions count from the start of each sequ
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -165,9 +164,9 @@ class Dilated(AbstractMask):
         """Some if a multiple of `step` lies within the bounds of the distance."""
         left, right = self._bounds()
         low, high = grid.distance
+        every = (low >= -left) & (high <= right) & (self.step == 1)
         low, high = jnp.maximum(low, -left), jnp.minimum(high, right)
-        some = high // self.step * self.step >= low
-        return Extent(some, some if self.step == 1 else jnp.zeros_like(some))
+        return Extent(high // self.step * self.step >= low, every)
 
 
 class ChunkedLocal(AbstractMask):
@@ -465,8 +464,7 @@ class BlockSparse(AbstractMask):
 
     @override
     def extent(self, grid: Grid) -> Extent:
-        """By how many blocks a rectangle of the grid allows: a few of the sums from
-        its corner."""
+        """By how many blocks of a rectangle are allowed, told by sums from a corner."""
         sums = jnp.cumsum(
             jnp.cumsum(self.pattern, axis=3, dtype=jnp.int32), axis=4, dtype=jnp.int32
         )
@@ -542,10 +540,14 @@ class Rule(AbstractMask):
     What a rule says of chunks is found by trying all of their pairs.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[[Array, Array, Array, Array], Array]
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[[Array, Array, Array, Array], Array]) -> None:
         self.fn = own_function("Rule.fn", fn)
+
+    @override
+    def __repr__(self) -> str:
+        return f"Rule({self.fn!r})"
 
     @override
     def bind(self, shape: LogitsShape) -> "AbstractMask":
@@ -562,9 +564,10 @@ class Rule(AbstractMask):
         )
         if out.dtype != jnp.bool_:
             raise TypeError(f"Rule.fn returned {out.dtype}, but must return bool")
-        if any(n not in (1, size) for n, size in zip(out.shape[::-1], sizes[::-1])) or (
-            len(out.shape) > 5
-        ):
+        if any(
+            n not in (1, size)
+            for n, size in zip(out.shape[::-1], sizes[::-1], strict=False)
+        ) or (len(out.shape) > 5):
             raise ValueError(
                 f"Rule.fn returned shape {out.shape} for arguments that broadcast to "
                 f"{sizes}, but must return one bool for each pair, or one for many"

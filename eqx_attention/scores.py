@@ -10,7 +10,6 @@ square of the length. Positions are those of [`eqx_attention.masks`][].
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -93,10 +92,10 @@ class ALiBi(AbstractScore):
 
 
 class RelativeBias(AbstractScore):
-    """A learned bias for each bucket of distances, as in T5 (Raffel et al. 2019,
-    arXiv 1910.10683).
+    """A learned bias for each bucket of distances, as in T5.
 
-    Near distances have a bucket each; beyond, buckets grow with the logarithm.
+    (Raffel et al. 2019, arXiv 1910.10683.) Near distances have a bucket each; beyond,
+    buckets grow with the logarithm.
 
     **Arguments:**
 
@@ -120,8 +119,8 @@ class RelativeBias(AbstractScore):
         exact = self._num_exact(self.table.shape[0])
         if exact < 1 or self.max_distance <= exact:
             raise ValueError(
-                f"RelativeBias.table has {self.table.shape[0]} buckets and max_distance "
-                f"is {self.max_distance}, but there must be at least "
+                f"RelativeBias.table has {self.table.shape[0]} buckets and "
+                f"max_distance is {self.max_distance}, but there must be at least "
                 f"{4 if self.bidirectional else 2} buckets, and more positions than "
                 "those with a bucket of their own"
             )
@@ -163,7 +162,7 @@ class _BoundRelativeBias(AbstractScore):
         return logits
 
     def _bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
-        """T5's bucket of each distance, which is the key's position minus the query's."""
+        """T5's bucket of each distance, the key's position minus the query's."""
         num_buckets, first = self.num_buckets, jnp.zeros_like(distance)
         if self.bidirectional:
             num_buckets //= 2
@@ -235,10 +234,14 @@ class Distance(AbstractScore):
         it is said in [`eqx_attention.scores.Score`][].
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[[Array], Array]
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[[Array], Array]) -> None:
         self.fn = own_function("Distance.fn", fn)
+
+    @override
+    def __repr__(self) -> str:
+        return f"Distance({self.fn!r})"
 
     @override
     def bind(self, shape: LogitsShape) -> "AbstractScore":
@@ -275,10 +278,16 @@ class Score(AbstractScore):
         part of the compiled program: define it once, as a new one compiles anew.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[[Array, Array, Array, Array, Array], Array]
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(
+        self, fn: Callable[[Array, Array, Array, Array, Array], Array]
+    ) -> None:
         self.fn = own_function("Score.fn", fn)
+
+    @override
+    def __repr__(self) -> str:
+        return f"Score({self.fn!r})"
 
     @override
     def bind(self, shape: LogitsShape) -> "AbstractScore":

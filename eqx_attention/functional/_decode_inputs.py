@@ -75,7 +75,7 @@ class DecodeInputs(eqx.Module):
     num_tokens: Integer[Array, "*batch"] | None
     kv_positions: Int[Array, "flat_batch capacity"] | None
     mask: AbstractMask | None
-    drafts: Bool[Array, "batch q_len q_len"] | None
+    drafts: Bool[Array, "#flat_batch q_len q_len"] | None
     score: AbstractScore | None
     softmax_aux: Float[Array, "..."] | None
     sink_bias: Float[Array, "..."] | None

@@ -38,8 +38,8 @@ class Drafts(AbstractMask):
     (Miao et al. 2023, arXiv 2305.09781.) All see what was there before them.
     """
 
-    sees: Bool[Array, "batch q_len q_len"]
-    draft: Int[Array, "batch kv_len"]
+    sees: Bool[Array, "#batch q_len q_len"]
+    draft: Int[Array, "#batch kv_len"]
     """Which draft the key of a slot is; negative for a key that was there before."""
 
     @override
@@ -57,8 +57,8 @@ class Drafts(AbstractMask):
         return Extent(jnp.ones_like(old), old)
 
     def place(
-        self, number: Int[Array, "batch kv_len"], first: Int[Array, "batch 1"]
-    ) -> Int[Array, "batch kv_len"]:
+        self, number: Int[Array, "#batch kv_len"], first: Int[Array, "#batch 1"]
+    ) -> Int[Array, "#batch kv_len"]:
         """Where keys stand: drafts by their depth after `first`, others as they do."""
         index = jnp.clip(self.draft, 0, self.sees.shape[-1] - 1)
         depths = jnp.broadcast_to(self.depths, (index.shape[0], self.sees.shape[-1]))
@@ -66,7 +66,7 @@ class Drafts(AbstractMask):
         return jnp.where(self.draft < 0, number, first + depth)
 
     @property
-    def depths(self) -> Int[Array, "batch q_len"]:
+    def depths(self) -> Int[Array, "#batch q_len"]:
         """How many drafts each has above it."""
         return jnp.sum(self.sees, axis=-1, dtype=jnp.int32) - 1
 

@@ -1,4 +1,4 @@
-"""Functions of a user's own, in masks and scores: what they may be, and how they run."""
+"""Functions of a user's own in masks and scores: what they may be, how they run."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -89,7 +89,9 @@ def _enclosed(function: Any) -> Iterator[tuple[str, object]]:
         yield from _enclosed(function.func)
         return
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(function, "__closure__", None) or ()):
+    for name, cell in zip(
+        names, getattr(function, "__closure__", None) or (), strict=True
+    ):
         try:
             value = cell.cell_contents
         except ValueError:  # not yet assigned

@@ -295,7 +295,7 @@ def bound_score(
 def window_mask(
     window: tuple[int | None, int | None], *, causal: bool, num_sinks: int
 ) -> AbstractMask | None:
-    """A window from whose left bound sink tokens are exempt; causality is a right one."""
+    """A window whose left bound sink tokens may pass; causality is a right one."""
     left, right = window
     if causal:
         right = 0 if right is None else min(right, 0)

@@ -1,4 +1,4 @@
-"""What a mask is: it says of each pair of tokens, and of chunks, whether they attend."""
+"""What a mask is: it says of pairs of tokens, and of chunks, whether they attend."""
 
 import abc
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class Range(NamedTuple):
 
 
 class Side(eqx.Module):
-    """The chunks of queries, or of keys, that are looked at: `chunk`, or all if None."""
+    """The chunks of queries, or of keys, to be looked at: `chunk`, or all if None."""
 
     positions: Positions
     chunk: Int[Array, ""] | None
@@ -110,7 +110,7 @@ class Side(eqx.Module):
 
 
 class Grid(eqx.Module):
-    """One chunk of queries against all of keys, or one of keys against all of queries."""
+    """One chunk of queries against all of keys, or the other way round."""
 
     q: Side
     kv: Side
@@ -176,7 +176,7 @@ class AbstractMask(eqx.Module):
 
     @property
     def is_local(self) -> bool:
-        """Whether it leaves each query a few chunks of keys: small ones suit it then."""
+        """Whether it leaves each query few keys: small chunks suit it then."""
         return False
 
     def bind(self, shape: LogitsShape) -> "AbstractMask":

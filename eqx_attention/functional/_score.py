@@ -31,7 +31,7 @@ class AbstractScore(eqx.Module):
 
     @abc.abstractmethod
     def modify(self, logits: Float[Array, "..."], pairs: Pairs) -> Float[Array, "..."]:
-        """The new logits of a tile, of the same dtype. A `Matrix` is cut to the tile."""
+        """The new logits of a tile, of the same dtype; a `Matrix` is cut to it."""
 
     @property
     def forbids(self) -> bool:
