@@ -86,6 +86,13 @@ def serve(session: nox.Session) -> None:
 
 
 @nox.session
+def gallery(session: nox.Session) -> None:
+    """Draws the gallery of masks in the documentation."""
+    install(session, "docs")
+    session.run("python", "docs/masks.py")
+
+
+@nox.session
 def real_models(session: nox.Session) -> None:
     """Tests real models with their real weights against stored answers."""
     install(session, "test", "demo")

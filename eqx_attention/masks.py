@@ -525,6 +525,11 @@ class Dense(AbstractMask):
         tile = pairs.tile
         return tile.arrange(tile.cut(self.array, fill=0).astype(bool))
 
+    @override
+    def extent(self, grid: Grid) -> Extent:
+        """By all pairs of the one chunk, in one go."""
+        return grid.by_chunk(self.tile(grid.pairs(None)))
+
 
 class Rule(AbstractMask):
     """A function of one's own says which pairs may attend.

@@ -213,11 +213,6 @@ class _BoundBias(AbstractScore):
         assert self.matrix.array is not None
         return logits + pairs.tile.arrange(self.matrix.array).astype(logits.dtype)
 
-    @property
-    @override
-    def forbids(self) -> bool:
-        return True
-
     @override
     def allowed(self, tile: Tile) -> Bool[Array, "..."] | None:
         assert self.matrix.array is not None

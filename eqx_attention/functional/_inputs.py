@@ -234,8 +234,11 @@ class Inputs(eqx.Module):
     def _rule(self) -> AbstractMask | None:
         """All that says which pairs may attend, as one mask."""
         together = None
-        if self.q_segment_ids is not None:
-            together = Segments(self.q_segment_ids, self.kv_segment_ids)
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            together = Segments(
+                int32("q_segment_ids", self.q_segment_ids),
+                int32("kv_segment_ids", self.kv_segment_ids),
+            )
         if self.cum_seqlens_q is not None:
             together = Documents(self.cum_seqlens_q, self.cum_seqlens_k)
         window = window_mask(

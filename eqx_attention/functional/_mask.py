@@ -91,6 +91,13 @@ class Side(eqx.Module):
             low, high = self.bounds(self.positions.within)
         return Range(low + offset, high + offset)
 
+    def part(self, other: Int[Array, ""] | None) -> tuple[Int[Array, ""], int]:
+        """Start and size of the chunk, or else of `other`, or else of all."""
+        chunk = other if self.chunk is None else self.chunk
+        if chunk is None:
+            return jnp.int32(0), self.length
+        return chunk * self.size, self.size
+
     def bounds(self, x: Int[Array, "#batch length"]) -> Range:
         """The bounds of what is given for each token."""
         return Range(
@@ -128,16 +135,33 @@ class Grid(eqx.Module):
         """How many pairs of chunks are looked at."""
         return self.kv.count if self.kv.chunk is None else self.q.count
 
-    def pairs(self, other: Int[Array, ""]) -> Pairs:
-        """All pairs of the one chunk and another."""
-        q_chunk = other if self.q.chunk is None else self.q.chunk
-        kv_chunk = other if self.kv.chunk is None else self.kv.chunk
+    def pairs(self, other: Int[Array, ""] | None) -> Pairs:
+        """All pairs of the one chunk and another, or all others if that is None."""
+        (q_start, q_size), (kv_start, kv_size) = (
+            side.part(other) for side in (self.q, self.kv)
+        )
         tile = Tile(
-            *(jnp.int32(0), q_chunk * self.q.size, kv_chunk * self.kv.size),
-            *(self.kv_heads, self.group, self.q.size, self.kv.size),
+            *(jnp.int32(0), q_start, kv_start),
+            *(self.kv_heads, self.group, q_size, kv_size),
             Layout.KEYS_MINOR,
         )
         return Pairs(tile, self.q.positions, self.kv.positions)
+
+    def by_chunk(self, allowed: Bool[Array, "batch kv_heads group q kv"]) -> "Extent":
+        """The extents for all heads, where `allowed` is of the one chunk and all."""
+        axis, side = (4, self.kv) if self.kv.chunk is None else (3, self.q)
+        if allowed.shape[axis] == 1:
+            axes = (1, 2, 3, 4)
+            some, every = jnp.any(allowed, axis=axes), jnp.all(allowed, axis=axes)
+            return Extent(some[:, None, None], every[:, None, None])
+        widths = [(0, 0)] * 5
+        widths[axis] = (0, side.count * side.size - side.length)
+        allowed = pad(allowed, widths)
+        split = (*allowed.shape[:axis], side.count, side.size)
+        allowed = allowed.reshape(*split, *allowed.shape[axis + 1 :])
+        axes = tuple(i for i in range(1, 6) if i != axis)
+        some, every = jnp.any(allowed, axis=axes), jnp.all(allowed, axis=axes)
+        return Extent(some[:, None], every[:, None])
 
 
 class Extent(eqx.Module):

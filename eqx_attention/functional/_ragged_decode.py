@@ -88,7 +88,13 @@ def ragged_decode_attention(
         read all the same.
     - `sliding_window`: counts from each token's own position.
     - `num_sink_tokens`: the first n keys from start on.
-    - `mask`, `bias`: broadcastable to `*batch q_heads q_len capacity`.
+    - `mask`, `bias`: broadcastable to `*batch q_heads q_len capacity`, or an
+        `AbstractMask` and an `AbstractScore`, for which positions count from the start.
+        A mask `*batch 1 q_len q_len`, with fewer columns than the cache has slots, is a
+        tree of drafts, the last q_len keys (Miao et al. 2023, arXiv 2305.09781): each
+        sees those that its row says, itself among them, and all keys before the drafts.
+        It stands where it would stand if it were taken: after as many of them as it
+        sees.
     - `block_size`: keys at a time; by default 256, or the capacity if that is less.
     - The rest is as in [`eqx_attention.standard_attention`][].
 

@@ -14,13 +14,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
-from typing_extensions import override
 
 from .._jax import fori_loop, tree_map
+from ..masks import Dense
 from ._mask import AbstractMask, Extent, Grid, Side, intersection
-from ._positions import Pairs
 from ._score import ScoreParameters
-from ._tiles import read_chunk
+from ._tiles import Layout, Tile, read_chunk
 from ._visibility import Visibility
 
 _Carry = TypeVar("_Carry")
@@ -169,7 +168,7 @@ class Schedule(eqx.Module):
     ) -> Extent | None:
         """How much of each pair of chunks is allowed; None if all is."""
         rule = self.visibility
-        mask = intersection(rule.mask, _Finite.of(self.parameters))
+        mask = intersection(rule.mask, self._finite())
         grid = Grid(
             Side(rule.q_positions, q_chunk, rule.q_len, self.q_size),
             Side(rule.kv_positions, kv_chunk, rule.kv_len, self.kv_size),
@@ -184,23 +183,20 @@ class Schedule(eqx.Module):
         ends = Extent(jnp.ones_like(whole), whole)
         return ends if extent is None else extent & ends
 
+    def _finite(self) -> AbstractMask | None:
+        """What the score does not forbid by minus infinity.
 
-class _Finite(AbstractMask):
-    """What a score does not forbid by minus infinity."""
-
-    parameters: ScoreParameters
-
-    @staticmethod
-    def of(parameters: ScoreParameters) -> "_Finite | None":
-        score = parameters.score
-        forbids = score is not None and score.forbids
-        return _Finite(parameters.without_scale()) if forbids else None
-
-    @override
-    def tile(self, pairs: Pairs) -> Bool[Array, "..."]:
-        allowed = self.parameters.cut(pairs.tile).allowed(pairs.tile)
-        assert allowed is not None
-        return allowed
+        Of all pairs at once: XLA takes that out of the loop over chunks, for which else
+        it would copy the whole bias.
+        """
+        zero = jnp.int32(0)
+        tile = Tile(
+            *(zero, zero, zero, self.kv_heads, self.group),
+            *(self.visibility.q_len, self.visibility.kv_len),
+            Layout.KEYS_MINOR,
+        )
+        allowed = self.parameters.allowed(tile)
+        return None if allowed is None else Dense(allowed)
 
 
 class Plans(eqx.Module):

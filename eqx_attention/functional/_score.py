@@ -33,11 +33,6 @@ class AbstractScore(eqx.Module):
     def modify(self, logits: Float[Array, "..."], pairs: Pairs) -> Float[Array, "..."]:
         """The new logits of a tile, of the same dtype; a `Matrix` is cut to it."""
 
-    @property
-    def forbids(self) -> bool:
-        """Whether `allowed` may forbid a pair."""
-        return False
-
     def allowed(self, tile: Tile) -> Bool[Array, "..."] | None:
         """False for the pairs that it forbids, by minus infinity; None if none."""
         del tile
@@ -63,12 +58,6 @@ class Chain(AbstractScore):
         for score in self.scores:
             logits = score.modify(logits, pairs)
         return logits
-
-    @property
-    @override
-    def forbids(self) -> bool:
-        """Whether any does."""
-        return any(score.forbids for score in self.scores)
 
     @override
     def allowed(self, tile: Tile) -> Bool[Array, "..."] | None:

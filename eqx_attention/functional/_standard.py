@@ -118,9 +118,10 @@ def standard_attention(
         v_dim`. `q_heads` is a multiple of `kv_heads`; query head h reads key head
         `h // (q_heads // kv_heads)`.
     - `mask`: bool or int, broadcastable to `*batch q_heads q_len kv_len`, its head axis
-        1, kv_heads or q_heads. A pair may attend where it is True (not 0).
+        1, kv_heads or q_heads. A pair may attend where it is True (not 0). Or one of
+        [`eqx_attention.masks`][], of which no array is made.
     - `bias`: floating, of the same shapes. Added to the logits after scale and soft
-        cap. Minus infinity forbids a pair.
+        cap. Minus infinity forbids a pair. Or one of [`eqx_attention.scores`][].
     - `softmax_aux`: sink logits, `num_sinks` or `q_heads num_sinks`: columns of the
         softmax that have no value (Xiao et al. 2023, arXiv 2309.17453). Neither scaled
         nor capped.
