@@ -12,6 +12,7 @@ installed.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def measure(quick: bool, only: Sequence[str], patience: timing.Patience) -> Repo
 
     peers = {**PEERS, **DECODERS}
     missing = {name: reason for name, p in peers.items() if (reason := p.missing())}
+    os.environ["EQX_ATTENTION_CACHE_DIR"] = "off"  # the defaults are what is measured
     # ejkernel's import turns it on: what is stored would not be compiled again.
     jax.config.update("jax_enable_compilation_cache", False)
     report = Report(machine.describe(), missing)

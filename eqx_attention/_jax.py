@@ -134,6 +134,11 @@ def tree_map(fn: Callable[[Array], Array], tree: _X) -> _X:
     return jax.tree.map(fn, tree)
 
 
+def block_until_ready(tree: _X) -> _X:
+    """`jax.block_until_ready`: `tree`, when all of its arrays are computed."""
+    return jax.block_until_ready(tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]  # has no types
+
+
 def varying_axes(x: Array) -> frozenset[str]:
     """The mesh axes over which `x` varies: none outside `shard_map(check_vma=True)`."""
     return frozenset(jax.typeof(x).mat.varying)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +48,11 @@ class HasShape(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of its axes."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of its numbers."""
         ...
 
 
