@@ -32,6 +32,16 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def x64_is_on() -> bool:
+    """Whether arrays may have 64 bits."""
+    return jnp.result_type(float) == jnp.float64
+
+
+def promotion_is_strict() -> bool:
+    """Whether arrays of different dtypes may not meet."""
+    return jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]  # is set by name
+
+
 def is_traced(x: Array) -> bool:
     """Whether the values of `x` are not known yet, as under `jit`."""
     return isinstance(x, Tracer)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._config import ChunkSizes
+from .._jax import x64_is_on
 from .._request import Request
 from ._kernel import Kernel, Operands, Support
 
@@ -36,6 +37,8 @@ def chunk_rule(request: Request) -> ChunkSizes:
 
 def limits(request: Request) -> str | None:
     """Why splash attention can't do what is asked, beyond what `SUPPORT` says."""
+    if x64_is_on():
+        return "x64 is on, under which its index maps do not trace"
     for name, length in (("query", request.q_len), ("key", request.kv_len)):
         if length % BLOCK:
             return f"{name} has a length of {length}: it needs a multiple of {BLOCK}"

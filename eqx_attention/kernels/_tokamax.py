@@ -9,12 +9,15 @@ from typing import Any
 
 from jaxtyping import Array
 
+from .._jax import promotion_is_strict
 from .._request import Request
 from ._kernel import Kernel, Operands, Support
 
 
 def limits(request: Request) -> str | None:
     """Why tokamax can't do what is asked, beyond what `SUPPORT` says."""
+    if promotion_is_strict():
+        return "jax_numpy_dtype_promotion is strict, under which it does not trace"
     banded = (request.left, request.right) != (None, None)
     if banded and request.offset != 0:
         return "its mask begins at the top left"
