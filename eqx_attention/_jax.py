@@ -39,7 +39,7 @@ def x64_is_on() -> bool:
 
 def promotion_is_strict() -> bool:
     """Whether arrays of different dtypes may not meet."""
-    return jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]  # is set by name
+    return jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAttributeAccessIssue]  # is set by name
 
 
 def is_traced(x: Array) -> bool:

@@ -98,11 +98,13 @@ def splash(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_splash_with_documents_window_cap_and_sinks(splash: Kernel) -> None:
-    """Padding holds NaN, in another place in each batch element."""
+    """Padding holds NaN, in another place in each batch element; a head has no sink."""
     arrays = heads(q_len=256, kv_len=256, v_dim=128)
     ids = np.zeros((2, 256), np.int32)
     ids[0, 100:], ids[0, 230:], ids[1, :30] = 1, -1, -3
-    arrays |= {"softmax_aux": normal(7, 4, 2), "q_segment_ids": ids}
+    sinks = normal(7, 4, 2)
+    sinks[1] = -np.inf
+    arrays |= {"softmax_aux": sinks, "q_segment_ids": ids}
 
     def hidden(arrays: Arrays) -> Arrays:
         padded = {n: arrays[n].copy() for n in ("query", "key", "value")}

@@ -122,10 +122,10 @@ class Kernel:
             if segment_ids is None
             else segment_ids.reshape(request.batch, request.q_len),
         )
-        out = self.attend(request, operands).reshape(
+        # Padding sees nothing but padding, whose values are 0: so is its output.
+        return self.attend(request, operands).reshape(
             *batch_shape, request.q_len, request.q_heads, request.v_dim
         )
-        return out if segment_ids is None else _where(_real(segment_ids), out)
 
 
 def _seen(request: Request, segment_ids: Array | None) -> Array | None:
@@ -159,10 +159,15 @@ def _one_sink(softmax_aux: Array | None, q_heads: int) -> Array | None:
     """Sinks of a head as one: they have no values, so that only their sum counts."""
     if softmax_aux is None:
         return None
-    each = jnp.broadcast_to(
-        jnp.atleast_2d(softmax_aux), (q_heads, softmax_aux.shape[-1])
+    each = jnp.atleast_2d(softmax_aux.astype(jnp.float32))
+    each = jnp.broadcast_to(each, (q_heads, softmax_aux.shape[-1]))
+    highest = jax.lax.stop_gradient(jnp.max(each, axis=-1, initial=-jnp.inf))
+    highest = jnp.where(jnp.isfinite(highest), highest, jnp.zeros_like(highest))
+    total = jnp.sum(jnp.exp(each - highest[:, None]), axis=-1)
+    nothing = total == 0  # sinks of minus infinity: `logsumexp` has no gradient there
+    return jnp.where(
+        nothing, -jnp.inf, highest + jnp.log(jnp.where(nothing, 1.0, total))
     )
-    return jax.nn.logsumexp(each, axis=-1)
 
 
 def is_installed(module: str) -> bool:

@@ -3,9 +3,8 @@
 It takes blocks of 128 tokens or multiples, and skips those that causality or a window
 rules out. It does not scale: the query is scaled here, in its own dtype, which rounds
 it once more unless the scale is a power of two. A row that sees no key would be a mean
-there: segment ids are taken only where each real token sees itself, and rows of padding
-are made 0. A head has one sink at most there: several are made one here. Accumulates in
-float32.
+there: segment ids are taken only where each token sees itself. A head has one sink at
+most there: several are made one here. Accumulates in float32.
 """
 
 import functools
