@@ -188,9 +188,9 @@ def by_rule(request: Request) -> Resolution:
         if not kernel.automatic or kernel.absence() is not None:
             continue
         refusal = kernel.refusal(request)
-        if refusal is None and jax.device_count() > 1:
+        if refusal is None and (request.divided or jax.device_count() > 1):
             # Nothing here tells how arrays will be divided, and it can't divide itself.
-            refusal = "there are several devices"
+            refusal = "there are several devices, or it is within shard_map"
         if refusal is None:
             return _with_sizes(backend, reason, request)
         reason += f"; not {backend.name}: {refusal}"

@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ._config import Alignment, ChunkSizes, window_bounds
+from ._jax import varying_axes
 from ._typing import HasShape
 from ._version import VERSION
 from .functional._options import CommonOptions
@@ -43,7 +45,8 @@ class Request:
 
     **Fields:** sizes; dtypes of query, key and value; the band `-left <= kv position -
     query position - offset <= right` (None is unbounded; an `offset` of None is known
-    at run time only); and `asked`, the names of the options that do something here.
+    at run time only); whether queries and keys have the same ids; whether it is a part
+    within `jax.shard_map`; and `asked`, the names of the options that do something here.
     """
 
     batch: int
@@ -61,6 +64,7 @@ class Request:
     logits_soft_cap: float | None
     chunk_sizes: ChunkSizes | None
     one_set_of_ids: bool
+    divided: bool
     asked: frozenset[str]
 
     @classmethod
@@ -103,6 +107,7 @@ class Request:
             options.get("logits_soft_cap"),
             options.get("chunk_sizes"),
             q_ids is kv_ids or kv_ids is None or q_ids is None,
+            isinstance(query, Array) and bool(varying_axes(query)),
             _asked(options, aligned_apart=q_len != kv_len, known_scale=known),
         )
 

@@ -66,13 +66,13 @@ class TuningReport:
 
         **Returns:** a `matplotlib.figure.Figure`.
 
-        **Raises:** `ImportError` without matplotlib, which the extra "tuning" brings.
+        **Raises:** `ImportError` without matplotlib.
         """
         try:
             figures: Any = importlib.import_module("matplotlib.figure")
         except ImportError as error:
             raise ImportError(
-                "plot needs matplotlib: pip install eqx_attention[tuning]"
+                "plot needs matplotlib: pip install matplotlib"
             ) from error
         backends = list({c.backend: 0 for c in self.seconds if c.sizes is not None})
         figure = figures.Figure(figsize=(5.0 * max(len(backends), 1), 4.0))

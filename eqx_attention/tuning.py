@@ -336,9 +336,7 @@ def _bar(progress: bool | None) -> Generator[Callable[[str], None]]:
         bars: Any = importlib.import_module("tqdm")
     except ImportError as error:
         if progress:
-            raise ImportError(
-                "progress needs tqdm: pip install eqx_attention[tuning]"
-            ) from error
+            raise ImportError("progress needs tqdm: pip install tqdm") from error
         yield lambda _: None
         return
     with bars.tqdm(unit=" timings") as bar:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import eqx_attention as eqxa
 from eqx_attention import _backend, tuning
@@ -168,8 +169,18 @@ def test_auto_takes_a_kernel_that_can_do_it(
         choice = eqxa.resolve(x, x, **options)
         return choice.backend, choice.reason.partition("; not ")[2]
 
-    assert chosen() == (Backend.FLASH, "SPLASH: there are several devices")
+    several = "SPLASH: there are several devices, or it is within shard_map"
+    assert chosen() == (Backend.FLASH, several)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("batch",))
+
+    def within(x: jax.Array) -> jax.Array:
+        assert eqxa.resolve(x, x).backend is Backend.FLASH
+        return x
+
+    rows = PartitionSpec("batch")
+    mapped = jax.shard_map(within, mesh=mesh, in_specs=rows, out_specs=rows)
+    jax.eval_shape(jax.jit(mapped), x)
     assert chosen() == (Backend.SPLASH, "")
     bias = jnp.zeros((1024, 1024))
     assert chosen(bias=bias) == (Backend.FLASH, "SPLASH: it can't do bias")
