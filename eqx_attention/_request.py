@@ -46,7 +46,7 @@ class Request:
     **Fields:** sizes; dtypes of query, key and value; the band `-left <= kv position -
     query position - offset <= right` (None is unbounded; an `offset` of None is known
     at run time only); whether queries and keys have the same ids; whether it is a part
-    within `jax.shard_map`; and `asked`, the names of the options that do something here.
+    within `jax.shard_map`; and `asked`, the names of the options that do something.
     """
 
     batch: int

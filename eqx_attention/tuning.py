@@ -13,13 +13,11 @@ import contextlib
 import importlib
 import itertools
 import math
-import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -34,16 +32,15 @@ from ._backend import (
     why_not,
 )
 from ._config import ChunkSizes, default_chunk_sizes as default_chunk_sizes
-from ._jax import block_until_ready, is_traced
+from ._jax import is_traced
 from ._request import Request
 from ._tuning_cache import Entry as Entry, TuningCacheWarning as TuningCacheWarning
 from ._tuning_report import TuningReport as TuningReport
 from ._tuning_search import Candidate as Candidate, Race, decide, explore
+from ._tuning_timer import Timer
 from ._typing import Key, Query, Value, checked
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
-_SAMPLE_SECONDS = 0.02  # shorter calls are repeated for one sample
-_TRAINED = ("query", "key", "value", "bias", "softmax_aux", "sink_bias")
 
 
 @checked
@@ -123,7 +120,7 @@ def tune(
     used = dict.fromkeys((rule.backend, *(c.backend for c in candidates)))
     starts = [Candidate(b, rule_chunk_sizes(b, request)) for b in used]
     with _bar(progress) as say:
-        race = Race(_Timer(attention, arguments, gradient, say))
+        race = Race(Timer(attention, arguments, gradient, say))
         if given is None:
             explore(race, candidates, starts)
         else:
@@ -183,56 +180,6 @@ def load(table: Mapping[str, Entry] | str | Path) -> None:
 def clear() -> None:
     """Removes all entries from the cache."""
     cache.clear()
-
-
-class _Timer:
-    """Seconds of one call of a candidate, which is compiled at its first."""
-
-    def __init__(
-        self,
-        attention: Attention,
-        given: dict[str, Any],
-        gradient: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        self.attention, self.gradient, self.say = attention, gradient, say
-        trained = {n: x for n, x in given.items() if n in _TRAINED and x is not None}
-        self.arguments = trained, {n: x for n, x in given.items() if n not in trained}
-        self.programs: dict[Candidate, tuple[Callable[..., Any], int]] = {}
-
-    def __call__(self, candidate: Candidate) -> float:
-        self.say(str(candidate))
-        if candidate not in self.programs:
-            run = self._program(candidate)
-            self._time(run, 1)  # compiles
-            repeats = math.ceil(_SAMPLE_SECONDS / max(self._time(run, 1), 1e-6))
-            self.programs[candidate] = run, repeats
-        return self._time(*self.programs[candidate])
-
-    def _program(self, candidate: Candidate) -> Callable[..., Any]:
-        attend = Attention(
-            self.attention.config,
-            candidate.backend,
-            candidate.chunk_sizes,
-            self.attention.inference,
-        )
-
-        def forward(trained: dict[str, Any], rest: dict[str, Any]) -> Any:
-            return attend(**trained, **rest)
-
-        def loss(trained: dict[str, Any], rest: dict[str, Any]) -> Any:
-            # Squared, so that the cotangent is an array like any other.
-            return jnp.sum(jnp.square(forward(trained, rest)), dtype=jnp.float32)
-
-        if self.gradient:
-            return eqx.filter_jit(eqx.filter_value_and_grad(loss))
-        return eqx.filter_jit(forward)
-
-    def _time(self, run: Callable[..., Any], repeats: int) -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            block_until_ready(run(*self.arguments))
-        return (time.perf_counter() - start) / repeats
 
 
 def _request(

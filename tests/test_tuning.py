@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_attention as eqxa
-from eqx_attention import _tuning_cache as cache, tuning
+from eqx_attention import _tuning_cache as cache, _tuning_timer, tuning
 from eqx_attention._tuning_search import Race, decide, explore
 from eqx_attention.tuning import Candidate
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs to compile."""
     monkeypatch.setattr(tuning, "SIZES", (4, 8))
-    monkeypatch.setattr(tuning, "_SAMPLE_SECONDS", 1e-9)
+    monkeypatch.setattr(_tuning_timer, "SAMPLE_SECONDS", 1e-9)
 
 
 def arrays(length: int = 16) -> tuple[Any, Any, Any]:
@@ -116,6 +116,14 @@ def test_a_candidate_that_fails_drops_out() -> None:
 def test_an_option_that_does_not_exist() -> None:
     with pytest.raises(TypeError, match="masks is no option of attention"):
         tuning.candidates(eqxa.Attention(), *arrays(), masks=None)
+
+
+def test_default_chunk_sizes_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule is one for all: it is in no cache, and no longer than the lengths."""
+    assert tuning.default_chunk_sizes is eqxa.default_chunk_sizes
+    monkeypatch.setattr("eqx_attention._config.on_cpu", lambda: False)
+    assert tuning.default_chunk_sizes(4096, 4096) == eqxa.ChunkSizes(512, 1024)
+    assert tuning.default_chunk_sizes(100, 0) == eqxa.ChunkSizes(100, 1)
 
 
 def test_candidates_fit_the_lengths() -> None:
@@ -271,7 +279,7 @@ def test_tools_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are an error where they are asked for, and nowhere else."""
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(tuning, "_SAMPLE_SECONDS", 1e-9)
+    monkeypatch.setattr(_tuning_timer, "SAMPLE_SECONDS", 1e-9)
     call = {"candidates": [Candidate(STANDARD)], "gradient": False, "save": False}
     with pytest.raises(ImportError, match="progress needs tqdm: pip install"):
         tuning.tune(eqxa.Attention(), *arrays(), progress=True, **call)
