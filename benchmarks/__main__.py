@@ -5,10 +5,10 @@
     python -m benchmarks --only "causal 2048" memory --output somewhere
     python -m benchmarks --only decode --seconds 15
 
-Parts are the contests of `workloads.py`, and "memory", "accuracy" and "tuning"; `--only`
-takes those with one of these texts in their name. `--seconds` is how long the rounds of
-one contest go on, three rounds at least. The package is imported from where it is
-installed.
+Parts are the contests of `workloads.py`, and "memory", "accuracy" and "tuning".
+`--only` takes those with one of these texts in their name. `--seconds` is how long the
+rounds of one contest go on, three rounds at least. The package is imported from where
+it is installed.
 """
 
 import argparse

@@ -28,7 +28,7 @@ SHAPES = {
     "gradient GQA 8/2": Workload(512, kv_heads=2, head_dim=32, gradient=True),
 }
 QUICK = tuple(SHAPES)[:1]
-ROUNDS = 15
+ROUNDS = 25
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,8 +73,8 @@ def default_chunk_sizes(
     of 256 at 8192 takes 0.8 times as long with 512 x 256.
 
     **On other devices nothing was measured.** Compiled for a TPU v5e (bfloat16, 4 x 16
-    heads of 128, causal, at 8192), tiles of 512 x 1024 move 0.7 times the bytes of 256 x
-    256 forward and 0.34 times with the gradient; 1024 x 1024 moves about as many, and
+    heads of 128, causal, at 8192), tiles of 512 x 1024 move 0.7 times the bytes of 256
+    x 256 forward and 0.34 times with the gradient; 1024 x 1024 moves about as many, and
     needs a third more memory. On a GPU fewer and larger tiles are fewer kernels to
     launch. Tokamax takes the same chunks in its loop for XLA. Measure yours with
     [`eqx_attention.tuning.tune`][].
