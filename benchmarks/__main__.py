@@ -5,13 +5,14 @@
     python -m benchmarks --only "causal 2048" memory --output somewhere
     python -m benchmarks --only decode --seconds 15
 
-Parts are the contests of `workloads.py`, and "memory" and "accuracy"; `--only` takes
-those with one of these texts in their name. `--seconds` is how long the rounds of one
-contest go on, three rounds at least. The package is imported from where it is
-installed.
+Parts are the contests of `workloads.py`, and "memory", "accuracy" and "tuning".
+`--only` takes those with one of these texts in their name. `--seconds` is how long the
+rounds of one contest go on, three rounds at least. The package is imported from where
+it is installed.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import jax
 from tqdm import tqdm
 
-from . import bars, machine, measures, timing
+from . import bars, machine, measures, timing, tunings
 from .decoders import DECODERS
 from .peers import PEERS
 from .report import Report
@@ -60,6 +61,7 @@ def measure(quick: bool, only: Sequence[str], patience: timing.Patience) -> Repo
 
     peers = {**PEERS, **DECODERS}
     missing = {name: reason for name, p in peers.items() if (reason := p.missing())}
+    os.environ["EQX_ATTENTION_CACHE_DIR"] = "off"  # the defaults are what is measured
     # ejkernel's import turns it on: what is stored would not be compiled again.
     jax.config.update("jax_enable_compilation_cache", False)
     report = Report(machine.describe(), missing)
@@ -73,8 +75,11 @@ def measure(quick: bool, only: Sequence[str], patience: timing.Patience) -> Repo
     ]
     judged = ("flash", "standard", "jax.nn") if quick else tuple(PEERS)
     with_memory = is_asked_for("memory")
+    tuned = tunings.QUICK if quick else tuple(tunings.SHAPES)
+    tuned = tuned if is_asked_for("tuning") else ()
+    num_parts = len(chosen) + with_memory + len(exact) + len(tuned)
 
-    with tqdm(total=len(chosen) + with_memory + len(exact), unit="part") as progress:
+    with tqdm(total=num_parts, unit="part") as progress:
         for contest in chosen:
             outcome = timing.run_contest(contest, patience, progress.set_postfix_str)
             report.outcomes.append(outcome)
@@ -87,11 +92,15 @@ def measure(quick: bool, only: Sequence[str], patience: timing.Patience) -> Repo
             progress.set_postfix_str(f"accuracy in {workload.dtype}")
             report.accuracies += measures.accuracies(workload, judged)
             progress.update()
+        for found in tunings.tune_all(tuned, progress.set_postfix_str):
+            report.tunings.append(found)
+            progress.update()
         progress.set_postfix_str("")
 
     report.verdicts += bars.judge_times(report.outcomes)
     report.verdicts += bars.judge_footprints(report.footprints)
     report.verdicts += bars.judge_accuracies(report.accuracies)
+    report.verdicts += bars.judge_tunings(report.tunings)
     return report
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from .measures import Accuracy, Footprint
 from .timing import Outcome, ratio
+from .tunings import Tuned
 from .workloads import BATCHES, EJKERNEL, SPREADS
 
 
@@ -134,6 +135,13 @@ def judge_footprints(footprints: Sequence[Footprint]) -> Iterator[Verdict]:
         if seconds is not None:
             what = f"{kind}: compilation for 64k"
             yield Verdict(what, seconds, long.compile_seconds, unit="s")
+
+
+def judge_tunings(tunings: Sequence[Tuned]) -> Iterator[Verdict]:
+    """What a tuning chose against the best of the full grid."""
+    for t in tunings:
+        what = f"tuned for {t.name}: chosen / best of the grid"
+        yield Verdict(what, 1.05, t.of_best, t.spread)
 
 
 def judge_accuracies(accuracies: Sequence[Accuracy]) -> Iterator[Verdict]:

@@ -10,6 +10,7 @@ import matplotlib
 from .bars import Verdict
 from .measures import Accuracy, Footprint
 from .timing import Outcome, Row, ratio
+from .tunings import Tuned
 from .workloads import BATCHES, DECODERS, EJKERNEL, LENGTHS, SPREADS
 
 MIB = 2**20
@@ -28,6 +29,7 @@ class Report:
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     footprints: list[Footprint] = dataclasses.field(default_factory=list)
     accuracies: list[Accuracy] = dataclasses.field(default_factory=list)
+    tunings: list[Tuned] = dataclasses.field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Writes results.md, results.json, time.png, memory.png and decode.png."""
@@ -67,6 +69,8 @@ class Report:
             parts += ["## Memory and compilation of flash attention", self._memory()]
         if self.accuracies:
             parts += ["## Errors against float64", self._errors()]
+        if self.tunings:
+            parts += ["## Tuned chunk sizes against the full grid", self._tunings()]
         if self.outcomes:
             parts += ["![Time against length](time.png)"]
             parts += ["![Memory against length](memory.png)"]
@@ -137,6 +141,21 @@ class Report:
             for a in self.accuracies
         )
         return _table(("", "", "relative, root mean square", "largest"), rows)
+
+    def _tunings(self) -> str:
+        rows = (
+            (
+                t.name,
+                t.chosen,
+                t.best,
+                f"{t.num_timed} of {t.num_candidates}",
+                f"{t.of_best:.3f} ({t.spread[0]:.2f} to {t.spread[1]:.2f})",
+                f"{t.of_rule:.2f}",
+            )
+            for t in self.tunings
+        )
+        head = ("", "chosen", "best", "timed", "chosen / best", "chosen / default")
+        return _table(head, rows)
 
     def _causal(self, what: str, measure: Callable[[Row], float | None]) -> Curves:
         """A measure against the length, for causal attention."""

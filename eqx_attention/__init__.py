@@ -5,6 +5,7 @@ from contextlib import nullcontext as _nullcontext
 from jaxtyping import install_import_hook as _install_import_hook
 
 from ._debug import DEBUG as _DEBUG
+from ._version import VERSION as _VERSION
 
 # In the debugging mode every function and every module field is checked as well. The
 # hook has to be in place before the files are imported.
@@ -42,4 +43,4 @@ with (
     )
     from .functional._standard import standard_attention as standard_attention
 
-__version__ = "0.1.0"
+__version__ = _VERSION

@@ -1,12 +1,13 @@
 """`attention` dispatches to a backend; `Attention` holds the options of one."""
 
-from typing import Literal, Unpack, assert_never, overload
+import dataclasses
+from typing import Any, Literal, Unpack, assert_never, cast, overload
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Integer
 
-from ._backend import Backend, Resolution, resolve
+from ._backend import KERNELS, Backend, Resolution, resolve
 from ._config import (
     Alignment,
     AttentionConfig,
@@ -14,6 +15,7 @@ from ._config import (
     Precision,
     check_is_a,
 )
+from ._request import Request
 from ._typing import (
     Bias,
     CumSeqlens,
@@ -121,8 +123,36 @@ def attention(
     As the backend's own function; and `ValueError` for a backend that can't do what is
     asked, such as dropout or segments in decoding.
     """
+    options = CommonOptions(
+        mask=mask,
+        bias=bias,
+        softmax_aux=softmax_aux,
+        num_sink_tokens=num_sink_tokens,
+        sink_bias=sink_bias,
+        causal=causal,
+        sliding_window=sliding_window,
+        alignment=alignment,
+        query_offset=query_offset,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        dropout_prob=dropout_prob,
+        dropout_key=dropout_key,
+        logits_dtype=logits_dtype,
+        precision=precision,
+    )
     choice = resolve(
-        query, key, backend=backend, sequence_end=sequence_end, chunk_sizes=chunk_sizes
+        query,
+        key,
+        value,
+        backend=backend,
+        sequence_end=sequence_end,
+        chunk_sizes=chunk_sizes,
+        return_lse=return_lse,
+        **options,
     )
     if sequence_end is not None:
         _refuse_in_decode(
@@ -157,37 +187,22 @@ def attention(
         raise ValueError(
             "sequence_start is given, but sequence_end is None: decoding needs both"
         )
-    inputs = Inputs(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        softmax_aux=softmax_aux,
-        num_sink_tokens=num_sink_tokens,
-        sink_bias=sink_bias,
-        causal=causal,
-        sliding_window=sliding_window,
-        alignment=alignment,
-        query_offset=query_offset,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        dropout_prob=dropout_prob,
-        dropout_key=dropout_key,
-        logits_dtype=logits_dtype,
-        precision=precision,
-    )
+    inputs = Inputs(query, key, value, **options)
     match choice.backend:
         case Backend.STANDARD:
             out, lse, _ = standard(inputs)
         case Backend.FLASH:
-            out, lse = flash(inputs, chunk_sizes or inputs.default_chunk_sizes())
+            assert choice.chunk_sizes is not None
+            out, lse = flash(inputs, choice.chunk_sizes)
         case Backend.AUTO | Backend.RAGGED_DECODE:
-            raise AssertionError("resolve() leaves two choices without sequence_end")
+            raise AssertionError("resolve() leaves neither without sequence_end")
+        case Backend.CUDNN | Backend.SPLASH | Backend.TOKAMAX | Backend.FA4:
+            request = Request.of(
+                query, key, value, chunk_sizes=choice.chunk_sizes, **options
+            )
+            return KERNELS[choice.backend](
+                request, query, key, value, softmax_aux, inputs.q_segment_ids
+            )
         case _:
             assert_never(choice.backend)
     return (out, lse) if return_lse else out
@@ -289,8 +304,12 @@ class Attention(eqx.Module):
         value: Value,
         *,
         sequence_end: Integer[Array, "*batch"] | None = None,
+        **options: Any,
     ) -> Resolution:
-        """The backend that a call with these arguments uses, and the reason."""
+        """The backend that a call with these arguments uses, and the reason.
+
+        **Arguments:** as of a call.
+        """
         return resolve(
             query,
             key,
@@ -298,4 +317,21 @@ class Attention(eqx.Module):
             backend=self.backend,
             sequence_end=sequence_end,
             chunk_sizes=self.chunk_sizes,
+            **call_options(self, **options),
         )
+
+
+def call_options(
+    attention: Attention,
+    *,
+    inference: bool | None = None,
+    sequence_start: object = None,
+    **options: Any,
+) -> CommonOptions:
+    """The options of `attention` and of a call of it, as the function takes them."""
+    del sequence_start
+    config = attention.config
+    named = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    if attention.inference if inference is None else inference:
+        named["dropout_prob"] = 0.0
+    return cast(CommonOptions, {**named, **options})

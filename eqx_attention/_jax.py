@@ -32,6 +32,16 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def x64_is_on() -> bool:
+    """Whether arrays may have 64 bits."""
+    return jnp.result_type(float) == jnp.float64
+
+
+def promotion_is_strict() -> bool:
+    """Whether arrays of different dtypes may not meet."""
+    return jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAttributeAccessIssue]  # is set by name
+
+
 def is_traced(x: Array) -> bool:
     """Whether the values of `x` are not known yet, as under `jit`."""
     return isinstance(x, Tracer)
@@ -149,6 +159,11 @@ def vjp(
 def tree_map(fn: Callable[[Array], Array], tree: _X) -> _X:
     """`jax.tree.map` of a tree of arrays, which keeps the tree's type."""
     return jax.tree.map(fn, tree)
+
+
+def block_until_ready(tree: _X) -> _X:
+    """`jax.block_until_ready`: `tree`, when all of its arrays are computed."""
+    return jax.block_until_ready(tree)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]  # has no types
 
 
 def varying_axes(x: Array) -> frozenset[str]:

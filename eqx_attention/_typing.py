@@ -1,7 +1,7 @@
 """Shapes of the public arguments, and the switches of the run-time checks."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +50,11 @@ class HasShape(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of its axes."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of its numbers."""
         ...
 
 

@@ -20,6 +20,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         else "",
     )
 )
+# What was tuned on this machine is not to change what the tests run.
+os.environ["EQX_ATTENTION_CACHE_DIR"] = "off"
 
 import equinox as eqx
 import hypothesis
