@@ -7,6 +7,7 @@ by what their libraries have for a CPU.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -158,6 +159,18 @@ def test_splash_in_a_vmap(splash: Kernel) -> None:
 
     mapped = jax.jit(jax.vmap(attend))(**arrays)
     close("output", mapped, eqxa.standard_attention(**arrays, causal=True))
+
+
+def test_a_second_derivative_says_what_to_do() -> None:
+    loss, arrays = gradients(SPLASH_HERE, heads(batch=(), q_heads=1, kv_heads=1))
+
+    def norm(arrays: Arrays) -> Any:
+        return jnp.sum(loss(arrays)[1]["query"] ** 2)
+
+    with pytest.raises(Exception, match=r"ask for Backend\.FLASH"):
+        jax.grad(norm)(arrays)
+    with pytest.raises(Exception, match=r"ask for Backend\.FLASH"):
+        jax.jvp(norm, (arrays,), (arrays,))
 
 
 def test_auto_takes_a_kernel_that_can_do_it(
@@ -381,6 +394,21 @@ def test_what_is_not_here_says_so(
     assert here.absence() == (
         f"{here.package} is not installed: pip install {here.package}"
     )
+
+
+def test_old_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absence(kind: str, capability: str) -> str | None:
+        device = SimpleNamespace(device_kind=kind, compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        return KERNELS[Backend.CUDNN].absence()
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert absence("NVIDIA H100", "9.0") is None
+    assert absence("NVIDIA B200", "10.0") is None
+    assert "compute capability of 8.0, and has 7.5" in str(
+        absence("Tesla NVIDIA", "7.5")
+    )
+    assert "GPUs of NVIDIA" in str(absence("AMD Instinct", "9.4"))
 
 
 def test_auto_takes_no_optional_package() -> None:

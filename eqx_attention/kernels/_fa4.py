@@ -52,7 +52,7 @@ FA4 = Kernel(
         },
         dtypes=("bfloat16", "float16"),
         head_dims="multiples of 8 to 256 (128 on data-centre Blackwell)",
-        derivatives="first, both modes",
+        derivatives="first, reverse mode",
         seen_on="no device; its reference on a CPU",
     ),
     limits=limits,

@@ -1,6 +1,7 @@
 """What a kernel of another library states of itself, and how it is called."""
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 
@@ -12,6 +13,10 @@ from jaxtyping import Array, Float, Int, Integer
 from .._config import ChunkSizes
 from .._request import Request
 from .._typing import int32
+from ._first_order import first_order
+
+OLDEST_GPU = 8.0
+"""The compute capability that flash attention's kernels need: Ampere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +76,16 @@ class Kernel:
 
     def absence(self) -> str | None:
         """Why it can't run here, whatever is asked; None if it can."""
-        kind = jax.devices()[0].device_kind
+        device = jax.devices()[0]
+        kind = device.device_kind
         if jax.default_backend() != self.platform or self.device not in kind:
             where = {"gpu": f"GPUs of {self.device}", "tpu": "TPUs"}[self.platform]
             return f"it runs on {where}, and this is a {kind}"
+        capability = str(getattr(device, "compute_capability", "0"))
+        if self.platform == "gpu" and float(capability) < OLDEST_GPU:
+            return (
+                f"it needs a compute capability of {OLDEST_GPU}, and has {capability}"
+            )
         if not is_installed(self.module):
             return f"{self.package} is not installed: pip install {self.package}"
         return None
@@ -123,9 +134,8 @@ class Kernel:
             else segment_ids.reshape(request.batch, request.q_len),
         )
         # Padding sees nothing but padding, whose values are 0: so is its output.
-        return self.attend(request, operands).reshape(
-            *batch_shape, request.q_len, request.q_heads, request.v_dim
-        )
+        out = first_order(operands, functools.partial(self.attend, request))
+        return out.reshape(*batch_shape, request.q_len, request.q_heads, request.v_dim)
 
 
 def _seen(request: Request, segment_ids: Array | None) -> Array | None:
