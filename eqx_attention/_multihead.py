@@ -53,7 +53,8 @@ from ._typing import (
 from .functional._options import ScoreOptions
 
 ProcessHeads: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
-Positions: TypeAlias = Integer[Array, "*#batch length"]
+QueryPositions: TypeAlias = Integer[Array, "*#batch q_seq"]
+KeyPositions: TypeAlias = Integer[Array, "*#batch kv_seq"]
 # A mask that is no part of what is traced is often made by NumPy.
 AnyMask: TypeAlias = Mask | Bool[np.ndarray, "..."]
 
@@ -103,8 +104,8 @@ class CallOptions(TypedDict, total=False):
     cum_seqlens_q: CumSeqlens | None
     cum_seqlens_k: CumSeqlens | None
     query_offset: QueryOffset | None
-    q_positions: Positions | None
-    kv_positions: Positions | None
+    q_positions: QueryPositions | None
+    kv_positions: KeyPositions | None
 
 
 @final
@@ -359,8 +360,8 @@ class MultiheadAttention(eqx.Module):
         cum_seqlens_q: CumSeqlens | None = None,
         cum_seqlens_k: CumSeqlens | None = None,
         query_offset: QueryOffset | None = None,
-        q_positions: Positions | None = None,
-        kv_positions: Positions | None = None,
+        q_positions: QueryPositions | None = None,
+        kv_positions: KeyPositions | None = None,
         cache: Cache | None = None,
         num_tokens: NumTokens | None = None,
     ) -> (
@@ -488,7 +489,7 @@ class MultiheadAttention(eqx.Module):
         key_: Float[Array, "*batch kv_seq {self.key_size}"],
         value: Float[Array, "*batch kv_seq {self.value_size}"],
         *,
-        kv_positions: Positions | None = None,
+        kv_positions: KeyPositions | None = None,
     ) -> ProjectedKV:
         """Keys and values by head, to be used in any number of calls.
 
