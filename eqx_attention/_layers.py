@@ -68,6 +68,15 @@ def check_dtype(name: str, dtype: DTypeLike | None) -> DTypeLike | None:
     return dtype
 
 
+def check_width(name: str, x: Array, size: int) -> None:
+    """Refuses vectors of another width than a layer was made for."""
+    if x.shape[-1] != size:
+        raise ValueError(
+            f"{name} has shape {x.shape}, but this layer takes vectors of {size} "
+            "numbers"
+        )
+
+
 def refuse_together(what: str, **given: object) -> None:
     """What can't be done together with `what` is an error, not ignored."""
     for name, value in given.items():

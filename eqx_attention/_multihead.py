@@ -27,6 +27,7 @@ from ._layers import (
     NumTokens,
     append_and_attend,
     check_dtype,
+    check_width,
     each,
     join_heads,
     lengths_of,
@@ -270,6 +271,9 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(
                 f"rotary turns {rotary.dim} numbers of a head, but qk_size is {qk_size}"
             )
+        if not 0 <= dropout_p <= 1:
+            raise ValueError(f"dropout_p is {dropout_p}, but must lie between 0 and 1")
+        check_is_a("backend", backend, Backend)
         if chunk_sizes is not None:
             check_is_a("chunk_sizes", chunk_sizes, ChunkSizes)
         self.config = AttentionConfig(
@@ -344,9 +348,9 @@ class MultiheadAttention(eqx.Module):
     @checked
     def __call__(
         self,
-        query: Float[Array, "*batch q_seq {self.query_size}"],
-        key_: Float[Array, "*batch kv_seq {self.key_size}"] | ProjectedKV,
-        value: Float[Array, "*batch kv_seq {self.value_size}"] | None = None,
+        query: Float[Array, "*batch q_seq query_size"],
+        key_: Float[Array, "*batch kv_seq key_size"] | ProjectedKV,
+        value: Float[Array, "*batch kv_seq value_size"] | None = None,
         mask: AnyMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
@@ -365,8 +369,8 @@ class MultiheadAttention(eqx.Module):
         cache: Cache | None = None,
         num_tokens: NumTokens | None = None,
     ) -> (
-        Float[Array, "*batch q_seq {self.output_size}"]
-        | tuple[Float[Array, "*batch q_seq {self.output_size}"], Cache]
+        Float[Array, "*batch q_seq output_size"]
+        | tuple[Float[Array, "*batch q_seq output_size"], Cache]
     ):
         """The output, and with a cache also the new cache.
 
@@ -486,8 +490,8 @@ class MultiheadAttention(eqx.Module):
     @checked
     def project_kv(
         self,
-        key_: Float[Array, "*batch kv_seq {self.key_size}"],
-        value: Float[Array, "*batch kv_seq {self.value_size}"],
+        key_: Float[Array, "*batch kv_seq key_size"],
+        value: Float[Array, "*batch kv_seq value_size"],
         *,
         kv_positions: KeyPositions | None = None,
     ) -> ProjectedKV:
@@ -594,6 +598,7 @@ class MultiheadAttention(eqx.Module):
     ) -> tuple[Array, ProjectedKV]:
         """Heads of the query, and of keys and values, as attention takes them."""
         q_positions, kv_positions = positions
+        check_width("query", query, self.query_size)
         query = split_heads(
             project(self.query_proj, query, self.compute_dtype), self.num_heads
         )
@@ -622,6 +627,8 @@ class MultiheadAttention(eqx.Module):
         return query, ProjectedKV(self._turned(key, kv_positions), value)
 
     def _kv_heads(self, key: Array, value: Array) -> tuple[Array, Array]:
+        check_width("key_", key, self.key_size)
+        check_width("value", value, self.value_size)
         key = split_heads(
             project(self.key_proj, key, self.compute_dtype), self.num_kv_heads
         )

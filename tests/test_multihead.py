@@ -198,3 +198,73 @@ def test_what_equinox_has_not(name: str) -> None:
     layer = eqxa.MultiheadAttention(2, 4, **EXTRA[name], key=jax.random.key(0))
     with pytest.raises(ValueError, match=f"this layer has {name}, which equinox"):
         layer.to_equinox()
+
+
+# What is refused.
+
+
+def made(*sizes: int, **options: Any) -> eqxa.MultiheadAttention:
+    return eqxa.MultiheadAttention(*sizes, **options, key=jax.random.key(0))
+
+
+X = jnp.zeros((5, 8))
+WRONG: dict[str, tuple[Any, str]] = {
+    "sizes": (lambda: made(3, 8), "query_size is 8, which is not a multiple of num_he"),
+    "kv heads": (
+        lambda: made(4, 8, num_kv_heads=3),
+        "num_heads is 4, which is not a positive multiple of num_kv_heads = 3",
+    ),
+    "no kv heads": (lambda: made(4, 8, num_kv_heads=0), "multiple of num_kv_heads = 0"),
+    "no heads": (lambda: made(0, 8), "num_heads is 0"),
+    "negative": (lambda: made(2, 8, vo_size=-1), "vo_size is -1, but must not be neg"),
+    "no width": (lambda: made(2, 8, qk_size=0), "qk_size is 0, but must be at least"),
+    "rotary": (
+        lambda: made(2, 8, rotary=eqxa.RotaryEmbedding(6)),
+        "rotary turns 6 numbers of a head, but qk_size is 4",
+    ),
+    "dropout": (lambda: made(2, 8, dropout_p=1.5), "dropout_p is 1.5, but must lie"),
+    "compute_dtype": (
+        lambda: made(2, 8, compute_dtype=jnp.int32),
+        "compute_dtype is int32, but must be a floating dtype",
+    ),
+    "width": (
+        lambda: made(2, 8)(X, X, X[:, :7]),
+        r"value has shape \(5, 7\), but this layer takes vectors of 8 numbers",
+    ),
+    "no value": (lambda: made(2, 8)(X, X), "value is None, but only a ProjectedKV"),
+    "a value too many": (
+        lambda: made(2, 8)(X, made(2, 8).project_kv(X, X), X),
+        "value is given together with a ProjectedKV as key_",
+    ),
+    "process_heads": (
+        lambda: made(2, 8)(
+            X, made(2, 8).project_kv(X, X), process_heads=lambda q, k, v: (q, k, v)
+        ),
+        "process_heads is given together with a ProjectedKV",
+    ),
+    "positions": (
+        lambda: made(2, 8)(X, X, X, q_positions=jnp.arange(5)),
+        "q_positions or kv_positions need a rotary embedding",
+    ),
+    "positions of one side": (
+        lambda: made(2, 8, rotary=eqxa.RotaryEmbedding(2))(
+            X, X[:3], X[:3], kv_positions=jnp.arange(3)
+        ),
+        "alone serve both only if query and key_ are of one length, .* 5 and 3",
+    ),
+    "num_tokens": (
+        lambda: made(2, 8)(X, X, X, num_tokens=2),
+        "num_tokens is given, but cache is None",
+    ),
+    "mask": (
+        lambda: made(2, 8)(X, X, X, jnp.ones((4, 5), bool)),
+        r"mask has shape \(4, 5\), which does not broadcast",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
