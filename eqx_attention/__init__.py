@@ -26,6 +26,7 @@ with (
         ChunkSizes as ChunkSizes,
         default_chunk_sizes as default_chunk_sizes,
     )
+    from ._latent import MultiheadLatentAttention as MultiheadLatentAttention
     from ._multihead import (
         MultiheadAttention as MultiheadAttention,
         ProjectedKV as ProjectedKV,

@@ -7,13 +7,14 @@ from typing import TypeAlias, TypeVar, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int, Integer
+from jaxtyping import Array, DTypeLike, Float, Int, Integer, PRNGKeyArray
 
 from ._cache import KVCache
 from ._config import check_int
 from ._jax import tree_map
 from ._paged_cache import PagedKVCache
 from ._rolling_cache import RollingKVCache
+from ._typing import Number, int32
 from .functional._options import ScoreOptions
 
 Norm: TypeAlias = eqx.nn.RMSNorm | eqx.nn.LayerNorm
@@ -68,6 +69,12 @@ def check_dtype(name: str, dtype: DTypeLike | None) -> DTypeLike | None:
     return dtype
 
 
+def check_dropout_p(dropout_p: Number) -> None:
+    """A probability lies between 0 and 1."""
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p}, but must lie between 0 and 1")
+
+
 def check_width(name: str, x: Array, size: int) -> None:
     """Refuses vectors of another width than a layer was made for."""
     if x.shape[-1] != size:
@@ -75,6 +82,28 @@ def check_width(name: str, x: Array, size: int) -> None:
             f"{name} has shape {x.shape}, but this layer takes vectors of {size} "
             "numbers"
         )
+
+
+def dropout_prob_of(
+    dropout: eqx.nn.Dropout, key: PRNGKeyArray | None, inference: bool | None
+) -> Number:
+    """The probability that a call drops a weight with; 0 in inference."""
+    inference = dropout.inference if inference is None else inference
+    if inference or dropout.p == 0:
+        return 0.0
+    if key is None:
+        raise ValueError(
+            f"key is None, but dropout_p is {dropout.p}: give a PRNG key, or "
+            "inference=True"
+        )
+    return dropout.p
+
+
+def count_from(start: int | Integer[Array, "..."], length: int) -> Int[Array, "..."]:
+    """Positions from `start` on: a row for each of its entries."""
+    start = int32("query_offset", jnp.asarray(start))[..., None]
+    index = jnp.arange(length, dtype=jnp.int32)
+    return start + index.reshape((1,) * (start.ndim - 1) + (length,))
 
 
 def refuse_together(what: str, **given: object) -> None:

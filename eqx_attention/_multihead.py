@@ -26,8 +26,11 @@ from ._layers import (
     Norm,
     NumTokens,
     append_and_attend,
+    check_dropout_p,
     check_dtype,
     check_width,
+    count_from,
+    dropout_prob_of,
     each,
     join_heads,
     lengths_of,
@@ -49,7 +52,6 @@ from ._typing import (
     SinkBias,
     Window,
     checked,
-    int32,
 )
 from .functional._options import ScoreOptions
 
@@ -271,8 +273,7 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(
                 f"rotary turns {rotary.dim} numbers of a head, but qk_size is {qk_size}"
             )
-        if not 0 <= dropout_p <= 1:
-            raise ValueError(f"dropout_p is {dropout_p}, but must lie between 0 and 1")
+        check_dropout_p(dropout_p)
         check_is_a("backend", backend, Backend)
         if chunk_sizes is not None:
             check_is_a("chunk_sizes", chunk_sizes, ChunkSizes)
@@ -423,7 +424,7 @@ class MultiheadAttention(eqx.Module):
         if deterministic is not None:
             warnings.warn("deterministic is now called inference", stacklevel=2)
             inference = deterministic
-        dropout_prob = self._dropout_prob(key, inference)
+        dropout_prob = dropout_prob_of(self.dropout, key, inference)
         options = ScoreOptions(
             mask=jnp.asarray(mask) if isinstance(mask, np.ndarray) else mask,
             bias=bias,
@@ -648,18 +649,6 @@ class MultiheadAttention(eqx.Module):
         out = project(self.output_proj, heads, self.compute_dtype)
         return out if self.compute_dtype is None else out.astype(query.dtype)
 
-    def _dropout_prob(self, key: PRNGKeyArray | None, inference: bool | None) -> Number:
-        """The probability that this call drops a weight with."""
-        prob = self.dropout.p
-        if (self.dropout.inference if inference is None else inference) or prob == 0:
-            return 0.0
-        if key is None:
-            raise ValueError(
-                f"key is None, but dropout_p is {prob}: give a PRNG key, or "
-                "inference=True"
-            )
-        return prob
-
     def _positions(
         self,
         query: Array,
@@ -667,7 +656,7 @@ class MultiheadAttention(eqx.Module):
         q_positions: Array | None,
         kv_positions: Array | None,
         q_start: int | Array | None,
-        kv_start: Array | None = None,
+        kv_start: int | Array = 0,
     ) -> tuple[Array | None, Array | None]:
         """Where queries and keys stand for the rotary embedding."""
         given = [x for x in (q_positions, kv_positions) if x is not None]
@@ -675,13 +664,13 @@ class MultiheadAttention(eqx.Module):
             if given:
                 raise ValueError("q_positions or kv_positions need a rotary embedding")
             return None, None
-        q_len = query.shape[-2]
+        q_len, q_start = query.shape[-2], 0 if q_start is None else q_start
         if isinstance(key_, ProjectedKV):
             refuse_together("a ProjectedKV as key_", kv_positions=kv_positions)
-            return given[0] if given else _count_from(q_start, q_len), None
+            return given[0] if given else count_from(q_start, q_len), None
         kv_len = key_.shape[-2]
         if not given:
-            return _count_from(q_start, q_len), _count_from(kv_start, kv_len)
+            return count_from(q_start, q_len), count_from(kv_start, kv_len)
         if len(given) == 1 and q_len != kv_len:
             raise ValueError(
                 "q_positions or kv_positions alone serve both only if query and key_ "
@@ -733,11 +722,3 @@ def _equinox_part(
         layer.output_proj,
         layer.dropout,
     )
-
-
-def _count_from(start: int | Array | None, length: int) -> Array:
-    """Positions from `start` on, by default 0, one row for each entry of `start`."""
-    start = jnp.asarray(0 if start is None else start)
-    start = int32("query_offset", start)[..., None]
-    index = jnp.arange(length, dtype=jnp.int32)
-    return start + index.reshape((1,) * (start.ndim - 1) + (length,))
