@@ -162,6 +162,12 @@ def append_and_attend(
         cache = tree_map(lambda x: x[None], cache)
     if unbatched_query:
         query, key, value = query[None], key[None], value[None]
+    most = cache.max_rows if isinstance(cache, RollingKVCache) else cache.capacity
+    if query.shape[-3] > most:
+        raise ValueError(
+            f"query has {query.shape[-3]} tokens, but cache takes at most {most} at "
+            "once"
+        )
     if isinstance(num_tokens, int):
         check_int("num_tokens", num_tokens)
         num_tokens = jnp.full_like(cache.lengths, num_tokens)

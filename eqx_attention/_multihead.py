@@ -273,6 +273,11 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(
                 f"rotary turns {rotary.dim} numbers of a head, but qk_size is {qk_size}"
             )
+        if isinstance(qk_norm, eqx.Module):
+            raise TypeError(
+                "qk_norm is a layer, but must be what makes one of a given size, such "
+                "as equinox.nn.RMSNorm"
+            )
         check_dropout_p(dropout_p)
         check_is_a("backend", backend, Backend)
         if chunk_sizes is not None:
@@ -526,17 +531,7 @@ class MultiheadAttention(eqx.Module):
         **Returns:** the layer. Without options it computes what `mha` computes.
         """
         made = MultiheadAttention(
-            mha.num_heads,
-            mha.query_size,
-            mha.key_size,
-            mha.value_size,
-            mha.output_size,
-            mha.qk_size,
-            mha.vo_size,
-            mha.use_query_bias,
-            mha.use_key_bias,
-            mha.use_value_bias,
-            mha.use_output_bias,
+            *_sizes(mha),
             dtype=mha.query_proj.weight.dtype,
             key=jax.random.key(0),
             **options,
@@ -562,6 +557,7 @@ class MultiheadAttention(eqx.Module):
             "logits_soft_cap": config.logits_soft_cap is not None,
             "softmax_scale": config.softmax_scale is not None,
             "num_sinks": self.sinks is not None,
+            "num_sink_tokens": config.num_sink_tokens > 0,
             "rotary": self.rotary is not None,
             "qk_norm": self.query_norm is not None or self.key_norm is not None,
             "output_gate": self.gate_proj is not None,
@@ -573,20 +569,7 @@ class MultiheadAttention(eqx.Module):
                 f"this layer has {', '.join(used)}, which "
                 "equinox.nn.MultiheadAttention has not"
             )
-        made = eqx.nn.MultiheadAttention(
-            self.num_heads,
-            self.query_size,
-            self.key_size,
-            self.value_size,
-            self.output_size,
-            self.qk_size,
-            self.vo_size,
-            self.use_query_bias,
-            self.use_key_bias,
-            self.use_value_bias,
-            self.use_output_bias,
-            key=jax.random.key(0),
-        )
+        made = eqx.nn.MultiheadAttention(*_sizes(self), key=jax.random.key(0))
         return eqx.tree_at(_equinox_part, made, _equinox_part(self))
 
     def _heads(
@@ -709,6 +692,25 @@ class MultiheadAttention(eqx.Module):
                 f"num_sink_tokens = {sinks}"
             )
         return ScoreOptions()
+
+
+def _sizes(
+    layer: MultiheadAttention | eqx.nn.MultiheadAttention,
+) -> tuple[int, int, int, int, int, int, int, bool, bool, bool, bool]:
+    """The first arguments of both constructors."""
+    return (
+        layer.num_heads,
+        layer.query_size,
+        layer.key_size,
+        layer.value_size,
+        layer.output_size,
+        layer.qk_size,
+        layer.vo_size,
+        layer.use_query_bias,
+        layer.use_key_bias,
+        layer.use_value_bias,
+        layer.use_output_bias,
+    )
 
 
 def _equinox_part(

@@ -186,6 +186,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "logits_soft_cap": {"logits_soft_cap": 5.0},
     "softmax_scale": {"softmax_scale": 1.0},
     "num_sinks": {"num_sinks": 1},
+    "num_sink_tokens": {"num_sink_tokens": 1},
     "rotary": {"rotary": eqxa.RotaryEmbedding(2)},
     "qk_norm": {"qk_norm": eqx.nn.RMSNorm},
     "output_gate": {"output_gate": True},
@@ -221,6 +222,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "rotary": (
         lambda: made(2, 8, rotary=eqxa.RotaryEmbedding(6)),
         "rotary turns 6 numbers of a head, but qk_size is 4",
+    ),
+    "qk_norm": (
+        lambda: made(2, 8, qk_norm=eqx.nn.RMSNorm(4)),
+        "qk_norm is a layer, but must be what makes one",
     ),
     "dropout": (lambda: made(2, 8, dropout_p=1.5), "dropout_p is 1.5, but must lie"),
     "compute_dtype": (

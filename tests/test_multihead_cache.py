@@ -202,6 +202,12 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda: other()(X, X[:, :2], X[:, :2], cache=cache_of("whole", 2)),
         "query has 3 tokens and key_ 2",
     ),
+    "too many": (
+        lambda: other(sliding_window=3, num_sink_tokens=1)(
+            *[jnp.zeros((2, 5, 6))] * 3, cache=cache_of("rolling", 2)
+        ),
+        "query has 5 tokens, but cache takes at most 4 at once",
+    ),
     "projected": (
         lambda: other()(X, other().project_kv(X, X), cache=cache_of("whole", 2)),
         "key_ is a ProjectedKV, which needs no cache",
