@@ -201,6 +201,22 @@ def test_what_equinox_has_not(name: str) -> None:
         layer.to_equinox()
 
 
+def test_options_leave_the_weights_as_they_are() -> None:
+    plain, full = (
+        eqxa.MultiheadAttention(2, 4, **options, key=jax.random.key(0))
+        for options in (
+            {},
+            EXTRA["num_sinks"] | EXTRA["output_gate"] | EXTRA["qk_norm"],
+        )
+    )
+    for name in ("query_proj", "key_proj", "value_proj", "output_proj"):
+        same_leaves(getattr(plain, name), getattr(full, name))
+    gate = full.gate_proj
+    assert gate is not None
+    others = plain.query_proj, plain.key_proj, plain.value_proj, plain.output_proj
+    assert not any(np.any(gate.weight == other.weight) for other in others)
+
+
 # What is refused.
 
 
