@@ -406,6 +406,7 @@ class MultiheadAttention(eqx.Module):
             where tokens stand for the rotary embedding. By default keys stand at 0, 1
             and so on, queries as well, after the cache's tokens or `query_offset`. One
             given alone serves both, if `q_seq == kv_seq`. They have no part in masks.
+            Packed sequences need none, as only distances within each matter.
         - `cache`: an [`eqx_attention.KVCache`][], [`eqx_attention.RollingKVCache`][] or
             [`eqx_attention.PagedKVCache`][]. The tokens are appended, and each sees the
             cache up to itself; so query, key and value are of the same tokens, and
@@ -515,6 +516,18 @@ class MultiheadAttention(eqx.Module):
             raise ValueError("kv_positions need a rotary embedding")
         key, value = self._kv_heads(key_, value)
         return ProjectedKV(self._turned(key, kv_positions), value)
+
+    def init_cache(
+        self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32
+    ) -> KVCache:
+        """A cache without tokens for this layer's keys and values.
+
+        **Arguments:** as in [`eqx_attention.KVCache`][].
+        """
+        return KVCache.init(
+            *(batch_size, capacity, self.num_kv_heads, self.qk_size, self.vo_size),
+            dtype=dtype,
+        )
 
     @staticmethod
     def from_equinox(

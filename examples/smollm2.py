@@ -126,10 +126,7 @@ class SmolLM2(eqx.Module):
         """An empty cache for each layer, stacked along a leading axis."""
 
         def init() -> eqxa.KVCache:
-            config = self.config
-            return eqxa.KVCache.init(
-                batch_size, capacity, config.num_kv_heads, config.head_dim
-            )
+            return self.blocks.attention.init_cache(batch_size, capacity)
 
         return eqx.filter_vmap(init, axis_size=self.config.num_layers)()
 

@@ -145,8 +145,7 @@ class Decoder(eqx.Module):
 
     def caches(self, capacity: int) -> list[Cache]:
         """Empty ones of one sequence."""
-        sizes = [(b.attention.num_kv_heads, b.attention.qk_size) for b in self.blocks]
-        return [Cache.init(1, capacity, heads, width) for heads, width in sizes]
+        return [block.attention.init_cache(1, capacity) for block in self.blocks]
 
     def __call__(
         self,

@@ -85,6 +85,12 @@ def test_chunks_under_vmap(kind: str) -> None:
     assert jax.tree.structure(cache) == jax.tree.structure(cache_of(kind, 2))
 
 
+def test_init_cache() -> None:
+    cache = layer_of().init_cache(2, 10, dtype=jnp.bfloat16)
+    expected = eqxa.KVCache.init(2, 10, 2, 4, 3, dtype=jnp.bfloat16)
+    assert eqx.tree_equal(cache, expected)
+
+
 def test_one_sequence() -> None:
     """A query without a batch axis, and a cache of one sequence."""
     layer, x = layer_of(), jnp.asarray(normal(0, 4, 6))
