@@ -93,6 +93,13 @@ def gallery(session: nox.Session) -> None:
 
 
 @nox.session
+def train(session: nox.Session) -> None:
+    """Trains a small language model; arguments after `--` go to the example."""
+    install(session, "train")
+    session.run("python", "examples/train.py", *session.posargs)
+
+
+@nox.session
 def real_models(session: nox.Session) -> None:
     """Tests real models with their real weights against stored answers."""
     install(session, "test", "demo")

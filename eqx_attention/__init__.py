@@ -28,8 +28,20 @@ with (
         ChunkSizes as ChunkSizes,
         default_chunk_sizes as default_chunk_sizes,
     )
+    from ._latent import MultiheadLatentAttention as MultiheadLatentAttention
+    from ._multihead import (
+        MultiheadAttention as MultiheadAttention,
+        ProjectedKV as ProjectedKV,
+    )
     from ._paged_cache import PagedKVCache as PagedKVCache
     from ._rolling_cache import RollingKVCache as RollingKVCache
+    from ._rotary import (
+        LinearScaling as LinearScaling,
+        Llama3Scaling as Llama3Scaling,
+        NTKScaling as NTKScaling,
+        RotaryEmbedding as RotaryEmbedding,
+        YaRNScaling as YaRNScaling,
+    )
     from .functional._flash import flash_attention as flash_attention
     from .functional._paged_decode import (
         paged_decode_attention as paged_decode_attention,

@@ -10,12 +10,14 @@ import itertools
 import time
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import minilm
 import numpy as np
 import smollm2
-from jaxtyping import Array, Int
 from tqdm import tqdm
+
+import eqx_attention as eqxa
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -29,22 +31,15 @@ SENTENCES = (
 )
 
 
-def print_backends(
-    model: smollm2.SmolLM2, lengths: Int[Array, " batch"], capacity: int
-) -> None:
-    """Prints which backends the model's two attentions run on, and why."""
-    config, batch_size = model.config, len(lengths)
-
-    def heads(length: int, num_heads: int) -> Array:
-        return jnp.zeros((batch_size, length, num_heads, config.head_dim))
-
-    longest = int(lengths.max())
-    query, key = (heads(longest, n) for n in (config.num_heads, config.num_kv_heads))
-    chosen = model.prefill_attention.resolve(query, key, key)
+def print_backend(model: smollm2.SmolLM2, length: int) -> None:
+    """Prints which backend reads the prompts, and why."""
+    config, backend = model.config, model.blocks.attention.backend
+    query, key = (
+        jax.ShapeDtypeStruct((length, num_heads, config.head_dim), jnp.float32)
+        for num_heads in (config.num_heads, config.num_kv_heads)
+    )
+    chosen = eqxa.resolve(query, key, key, backend=backend)
     print(f"prefill: {chosen.backend.name} ({chosen.reason})")
-    query, key = heads(1, config.num_heads), heads(capacity, config.num_kv_heads)
-    chosen = model.decode_attention.resolve(query, key, key, sequence_end=lengths)
-    print(f"decode:  {chosen.backend.name} ({chosen.reason})")
 
 
 def answer(questions: Sequence[str], num_tokens: int) -> None:
@@ -56,7 +51,7 @@ def answer(questions: Sequence[str], num_tokens: int) -> None:
         [tokenizer.encode(smollm2.chat(question)).ids for question in questions]
     )
     capacity = prompts.shape[1] + num_tokens
-    print_backends(model, lengths, capacity)
+    print_backend(model, prompts.shape[1])
 
     def prefill_seconds() -> float:
         start = time.perf_counter()

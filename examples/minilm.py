@@ -11,84 +11,58 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from safetensors.flax import load
 from tokenizers import Tokenizer
 
 import eqx_attention as eqxa
 
+Hidden: TypeAlias = Float[Array, "length hidden"]
+
 NUM_LAYERS = 6
 NUM_HEADS = 12
+HIDDEN = 384
 MAX_TOKENS = 256  # of a sentence: what the model was trained on
 
 
-class Linear(eqx.Module):
-    """An affine map of each vector."""
-
-    weight: Float[Array, "*layers out in"]
-    bias: Float[Array, "*layers out"]
-
-    def __call__(
-        self, x: Float[Array, "batch length in"]
-    ) -> Float[Array, "batch length out"]:
-        """Maps each vector."""
-        return x @ self.weight.T + self.bias[None, None]
-
-
-class LayerNorm(eqx.Module):
-    """Makes each vector's mean 0 and its variance 1, then scales and shifts it."""
-
-    weight: Float[Array, "*layers hidden"]
-    bias: Float[Array, "*layers hidden"]
-
-    def __call__(
-        self, x: Float[Array, "batch length hidden"]
-    ) -> Float[Array, "batch length hidden"]:
-        """Normalises each vector."""
-        centred = x - x.mean(axis=-1, keepdims=True)
-        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-        normed = centred * lax.rsqrt(variance + 1e-12)
-        return normed * self.weight[None, None] + self.bias[None, None]
-
-
 class Block(eqx.Module):
-    """The weights of a layer; those of all layers are stacked."""
+    """Attention and a feed-forward network, a norm after each."""
 
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-    attention_norm: LayerNorm
-    up: Linear
-    down: Linear
-    norm: LayerNorm
+    attention: eqxa.MultiheadAttention
+    attention_norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
 
-    def __call__(
-        self,
-        x: Float[Array, "batch length hidden"],
-        mask: Bool[Array, "batch length"],
-        attention: eqxa.Attention,
-    ) -> Float[Array, "batch length hidden"]:
-        """Attention and a feed-forward network, a norm after each."""
-
-        def heads(
-            x: Float[Array, "batch length hidden"],
-        ) -> Float[Array, "batch length heads dim"]:
-            return x.reshape(*x.shape[:2], NUM_HEADS, -1)
-
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        out = attention(
-            heads(query), heads(key), heads(value), mask=mask[:, None, None, :]
+    def __init__(self, backend: eqxa.Backend, *, key: PRNGKeyArray) -> None:
+        """Parameters of the right shapes; what is in them is in the file."""
+        self.attention = eqxa.MultiheadAttention(
+            NUM_HEADS,
+            HIDDEN,
+            use_query_bias=True,
+            use_key_bias=True,
+            use_value_bias=True,
+            use_output_bias=True,
+            backend=backend,
+            key=key,
         )
-        x = self.attention_norm(x + self.output(out.reshape(x.shape)))
-        activations = jax.nn.gelu(self.up(x), approximate=False)
-        return self.norm(x + self.down(activations))
+        self.attention_norm = eqx.nn.LayerNorm(HIDDEN, eps=1e-12)
+        self.up = eqx.nn.Linear(HIDDEN, 4 * HIDDEN, key=key)
+        self.down = eqx.nn.Linear(4 * HIDDEN, HIDDEN, key=key)
+        self.norm = eqx.nn.LayerNorm(HIDDEN, eps=1e-12)
+
+    def __call__(self, x: Hidden, mask: Bool[Array, " length"]) -> Hidden:
+        """Nobody sees a token whose mask is False."""
+        x = jax.vmap(self.attention_norm)(x + self.attention(x, x, x, mask[None]))
+        activations = jax.nn.gelu(jax.vmap(self.up)(x), approximate=False)
+        return jax.vmap(self.norm)(x + jax.vmap(self.down)(activations))
 
 
 class MiniLM(eqx.Module):
@@ -96,23 +70,15 @@ class MiniLM(eqx.Module):
 
     words: Float[Array, "vocabulary hidden"]
     positions: Float[Array, "max_length hidden"]
-    norm: LayerNorm
-    blocks: Block
-    attention: eqxa.Attention
+    norm: eqx.nn.LayerNorm
+    blocks: Block  # The parameters of all layers, stacked.
 
     @eqx.filter_jit
     def hidden_states(
         self, ids: Int[Array, "batch length"], mask: Bool[Array, "batch length"]
     ) -> Float[Array, "batch length hidden"]:
         """What the last layer says of each token; of padding, nothing of use."""
-
-        def layer(
-            x: Float[Array, "batch length hidden"], block: Block
-        ) -> tuple[Float[Array, "batch length hidden"], None]:
-            return block(x, mask, self.attention), None
-
-        x = self.norm(self.words[ids] + self.positions[None, : ids.shape[1]])
-        return lax.scan(layer, x, self.blocks)[0]
+        return jax.vmap(self._sentence)(ids, mask)
 
     @eqx.filter_jit
     def __call__(
@@ -120,9 +86,19 @@ class MiniLM(eqx.Module):
     ) -> Float[Array, "batch hidden"]:
         """The embedding of each sentence: the mean over its tokens, of length 1."""
         hidden = self.hidden_states(ids, mask)
-        total = jnp.sum(hidden, axis=1, where=mask[:, :, None])
-        mean = total / jnp.sum(mask, axis=1, keepdims=True).astype(total.dtype)
-        return mean * lax.rsqrt(jnp.sum(mean * mean, axis=-1, keepdims=True))
+        mean = jnp.mean(hidden, axis=1, where=mask[:, :, None])
+        return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
+
+    def _sentence(
+        self, ids: Int[Array, " length"], mask: Bool[Array, " length"]
+    ) -> Hidden:
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+
+        def layer(x: Hidden, block: Block) -> tuple[Hidden, None]:
+            return eqx.combine(block, rest)(x, mask), None
+
+        x = jax.vmap(self.norm)(self.words[ids] + self.positions[: len(ids)])
+        return lax.scan(layer, x, arrays)[0]
 
 
 def model_folder() -> Path:
@@ -141,33 +117,37 @@ def load_model(*, backend: eqxa.Backend = eqxa.Backend.AUTO) -> MiniLM:
         layers = range(NUM_LAYERS)
         return jnp.stack([weights[f"encoder.layer.{i}.{name}"] for i in layers])
 
-    def linear(name: str) -> Linear:
-        return Linear(stacked(f"{name}.weight"), stacked(f"{name}.bias"))
+    def parameters(block: Block) -> dict[str, eqx.nn.Linear | eqx.nn.LayerNorm]:
+        return {
+            "attention.self.query": block.attention.query_proj,
+            "attention.self.key": block.attention.key_proj,
+            "attention.self.value": block.attention.value_proj,
+            "attention.output.dense": block.attention.output_proj,
+            "attention.output.LayerNorm": block.attention_norm,
+            "intermediate.dense": block.up,
+            "output.dense": block.down,
+            "output.LayerNorm": block.norm,
+        }
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(stacked(f"{name}.weight"), stacked(f"{name}.bias"))
+    def leaves(block: Block) -> list[Array | None]:
+        layers = parameters(block).values()
+        return [x for layer in layers for x in (layer.weight, layer.bias)]
 
+    shapes = eqx.filter_eval_shape(Block, backend, key=jax.random.key(0))
+    names = [f"{n}.{part}" for n in parameters(shapes) for part in ("weight", "bias")]
     words = weights["embeddings.word_embeddings.weight"]
     # Every token is of the first of two types.
     kind = weights["embeddings.token_type_embeddings.weight"][0]
+    norm = [weights[f"embeddings.LayerNorm.{part}"] for part in ("weight", "bias")]
     return MiniLM(
         words=words + kind[None],
         positions=weights["embeddings.position_embeddings.weight"],
-        norm=LayerNorm(
-            weights["embeddings.LayerNorm.weight"],
-            weights["embeddings.LayerNorm.bias"],
+        norm=eqx.tree_at(
+            lambda norm: [norm.weight, norm.bias],
+            eqx.nn.LayerNorm(HIDDEN, eps=1e-12),
+            norm,
         ),
-        blocks=Block(
-            query=linear("attention.self.query"),
-            key=linear("attention.self.key"),
-            value=linear("attention.self.value"),
-            output=linear("attention.output.dense"),
-            attention_norm=norm("attention.output.LayerNorm"),
-            up=linear("intermediate.dense"),
-            down=linear("output.dense"),
-            norm=norm("output.LayerNorm"),
-        ),
-        attention=eqxa.Attention(backend=backend),
+        blocks=eqx.tree_at(leaves, shapes, [stacked(name) for name in names]),
     )
 
 

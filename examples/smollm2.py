@@ -21,18 +21,14 @@ import numpy as np
 from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import eqx_attention as eqxa
 
-Query: TypeAlias = Float[Array, "batch length q_heads head_dim"]
-KeyValue: TypeAlias = Float[Array, "batch length kv_heads head_dim"]
 Hidden: TypeAlias = Float[Array, "batch length hidden"]
 AnyCache: TypeAlias = eqxa.KVCache | eqxa.PagedKVCache
-Attend: TypeAlias = Callable[
-    [Query, KeyValue, KeyValue, AnyCache], tuple[Query, AnyCache]
-]
+Layer: TypeAlias = Callable[["Block", Hidden, Any], tuple[Hidden, Any]]
 
 # What the model is told where a chat brings no system prompt of its own.
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -47,105 +43,90 @@ class Config:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    ffn: int
     rope_base: float
     norm_epsilon: float
 
 
-def rms_norm(
-    x: Float[Array, "batch length hidden"],
-    weight: Float[Array, " hidden"],
-    epsilon: float,
-) -> Float[Array, "batch length hidden"]:
-    """Divides each vector by its root mean square, then scales it by `weight`."""
-    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean_square + epsilon) * weight[None, None]
-
-
-def rotate(
-    x: Float[Array, "batch length heads head_dim"],
-    positions: Int[Array, "batch length"],
-    base: float,
-) -> Float[Array, "batch length heads head_dim"]:
-    """Rotary embedding: turns the pair $(x_{2i}, x_{2i+1})$ by the angle $p b^{-2i/d}$.
-
-    Here $p$ is the position, $b$ the base and $d$ the dimension of a head.
-    """
-    dim = x.shape[-1]
-    frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float32) / dim)
-    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    even, odd = x[..., 0::2], x[..., 1::2]
-    turned = [even * cos - odd * sin, even * sin + odd * cos]
-    return jnp.stack(turned, axis=-1).reshape(x.shape)
+def each(
+    layer: Callable[[Array], Array], x: Float[Array, "batch length size"]
+) -> Float[Array, "batch length out_size"]:
+    """A layer of each vector."""
+    return jax.vmap(jax.vmap(layer))(x)
 
 
 class Block(eqx.Module):
-    """The weights of a layer, named as in the file; those of all layers are stacked.
+    """Attention and a gated feed-forward network, each added to its input."""
 
-    Matrices are applied on the right, `x @ weight`. As `x @ weight.T`, each would first
-    be copied out of the stack, which on a CPU takes most of a step's time.
-    """
+    attn_norm: eqx.nn.RMSNorm
+    attention: eqxa.MultiheadAttention
+    ffn_norm: eqx.nn.RMSNorm
+    ffn_gate: eqx.nn.Linear
+    ffn_up: eqx.nn.Linear
+    ffn_down: eqx.nn.Linear
 
-    attn_norm: Float[Array, "*layers hidden"]
-    attn_q: Float[Array, "*layers hidden q_size"]
-    attn_k: Float[Array, "*layers hidden kv_size"]
-    attn_v: Float[Array, "*layers hidden kv_size"]
-    attn_output: Float[Array, "*layers q_size hidden"]
-    ffn_norm: Float[Array, "*layers hidden"]
-    ffn_gate: Float[Array, "*layers hidden ffn"]
-    ffn_up: Float[Array, "*layers hidden ffn"]
-    ffn_down: Float[Array, "*layers ffn hidden"]
-    config: Config = eqx.field(static=True)
+    def __init__(
+        self, config: Config, backend: eqxa.Backend, *, key: PRNGKeyArray
+    ) -> None:
+        """Parameters of the right shapes; what is in them is in the file."""
+        hidden = config.num_heads * config.head_dim
+        self.attn_norm = eqx.nn.RMSNorm(hidden, config.norm_epsilon, use_bias=False)
+        self.attention = eqxa.MultiheadAttention(
+            config.num_heads,
+            hidden,
+            num_kv_heads=config.num_kv_heads,
+            causal=True,
+            rotary=eqxa.RotaryEmbedding(
+                config.head_dim, theta=config.rope_base, interleaved=True
+            ),
+            backend=backend,
+            key=key,
+        )
+        self.ffn_norm = eqx.nn.RMSNorm(hidden, config.norm_epsilon, use_bias=False)
+        sizes = (hidden, config.ffn), (hidden, config.ffn), (config.ffn, hidden)
+        self.ffn_gate, self.ffn_up, self.ffn_down = (
+            eqx.nn.Linear(*size, use_bias=False, key=key) for size in sizes
+        )
 
-    def __call__(
-        self,
-        x: Hidden,
-        positions: Int[Array, "batch length"],
-        cache: AnyCache,
-        attend: Attend,
+    def prefill(
+        self, x: Hidden, lengths: Int[Array, " batch"], cache: eqxa.KVCache
+    ) -> tuple[Hidden, eqxa.KVCache]:
+        """Whole prompts attend to themselves, and go into an empty cache."""
+        normed = each(self.attn_norm, x)
+        projected = self.attention.project_kv(normed, normed)
+        x = x + self.attention(normed, projected)
+        cache = cache.append(projected.key, projected.value, lengths)
+        return self._feed_forward(x), cache
+
+    def extend(
+        self, x: Hidden, num_tokens: Int[Array, " batch"] | None, cache: AnyCache
     ) -> tuple[Hidden, AnyCache]:
-        """Attention and a gated feed-forward network, each added to its input."""
-        config = self.config
+        """The next tokens attend to the cache and to themselves."""
+        normed = each(self.attn_norm, x)
+        out, cache = self.attention(
+            normed, normed, normed, cache=cache, num_tokens=num_tokens
+        )
+        return self._feed_forward(x + out), cache
 
-        def heads(weight: Float[Array, "hidden out"], num_heads: int) -> Query:
-            shape = (*x.shape[:2], num_heads, config.head_dim)
-            return (normed @ weight).reshape(shape)
-
-        normed = rms_norm(x, self.attn_norm, config.norm_epsilon)
-        query = heads(self.attn_q, config.num_heads)
-        key = heads(self.attn_k, config.num_kv_heads)
-        value = heads(self.attn_v, config.num_kv_heads)
-        query = rotate(query, positions, config.rope_base)
-        key = rotate(key, positions, config.rope_base)
-        out, cache = attend(query, key, value, cache)
-        x = x + out.reshape(x.shape) @ self.attn_output
-        normed = rms_norm(x, self.ffn_norm, config.norm_epsilon)
-        gated = jax.nn.silu(normed @ self.ffn_gate) * (normed @ self.ffn_up)
-        return x + gated @ self.ffn_down, cache
+    def _feed_forward(self, x: Hidden) -> Hidden:
+        normed = each(self.ffn_norm, x)
+        gated = jax.nn.silu(each(self.ffn_gate, normed)) * each(self.ffn_up, normed)
+        return x + each(self.ffn_down, gated)
 
 
 class SmolLM2(eqx.Module):
-    """A stack of blocks between an embedding and the same embedding, transposed.
-
-    The two attentions stand here and not in the blocks: `lax.scan` over stacked blocks
-    takes their leaves apart, and `Attention.inference` is one that has no layers.
-    """
+    """A stack of blocks between an embedding and the same embedding, transposed."""
 
     token_embd: Float[Array, "vocabulary hidden"]
-    blocks: Block
-    output_norm: Float[Array, " hidden"]
+    blocks: Block  # The parameters of all layers, stacked.
+    output_norm: eqx.nn.RMSNorm
     config: Config = eqx.field(static=True)
-    prefill_attention: eqxa.Attention
-    decode_attention: eqxa.Attention
 
     def empty_caches(self, batch_size: int, capacity: int) -> eqxa.KVCache:
         """An empty cache for each layer, stacked along a leading axis."""
 
         def init() -> eqxa.KVCache:
-            config = self.config
-            return eqxa.KVCache.init(
-                batch_size, capacity, config.num_kv_heads, config.head_dim
-            )
+            return self.blocks.attention.init_cache(batch_size, capacity)
 
         return eqx.filter_vmap(init, axis_size=self.config.num_layers)()
 
@@ -160,54 +141,23 @@ class SmolLM2(eqx.Module):
         A prompt shorter than the longest is padded on the right, where causality keeps
         the padding out of sight of what is real; the caches don't take it in.
         """
-
-        def attend(
-            query: Query, key: KeyValue, value: KeyValue, cache: eqxa.KVCache
-        ) -> tuple[Query, eqxa.KVCache]:
-            out = self.prefill_attention(query, key, value)
-            return out, cache.append(key, value, lengths)
-
-        positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-        return self._run(prompts, positions, caches, attend)
-
-    def decode(
-        self, tokens: Int[Array, " batch"], caches: eqxa.KVCache
-    ) -> tuple[Hidden, eqxa.KVCache]:
-        """Reads one more token of each sequence against the caches."""
-
-        def attend(
-            query: Query, key: KeyValue, value: KeyValue, cache: eqxa.KVCache
-        ) -> tuple[Query, eqxa.KVCache]:
-            cache = cache.append(key, value)
-            out = self.decode_attention(
-                query, cache.key, cache.value, sequence_end=cache.lengths
-            )
-            return out, cache
-
-        # All layers hold the same lengths.
-        positions = caches.lengths[0][:, None]
-        return self._run(tokens[:, None], positions, caches, attend)
+        return self._run(
+            lambda block, x, cache: block.prefill(x, lengths, cache), prompts, caches
+        )
 
     def extend(
         self,
         tokens: Int[Array, "batch rows"],
-        num_tokens: Int[Array, " batch"],
-        caches: eqxa.PagedKVCache,
-    ) -> tuple[Hidden, eqxa.PagedKVCache]:
+        num_tokens: Int[Array, " batch"] | None,
+        caches: AnyCache,
+    ) -> tuple[Hidden, AnyCache]:
         """Reads the next tokens of each sequence, of some more than of others.
 
         The first `num_tokens` of a row are tokens; what follows is padding.
         """
-
-        def attend(
-            query: Query, key: KeyValue, value: KeyValue, cache: eqxa.PagedKVCache
-        ) -> tuple[Query, eqxa.PagedKVCache]:
-            cache = cache.append(key, value, num_tokens)
-            return cache.attend(query, num_tokens=num_tokens), cache
-
-        rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        positions = caches.lengths[0][:, None] + rows
-        return self._run(tokens, positions, caches, attend)
+        return self._run(
+            lambda block, x, cache: block.extend(x, num_tokens, cache), tokens, caches
+        )
 
     def logits(
         self, hidden: Float[Array, "rows hidden"]
@@ -216,20 +166,16 @@ class SmolLM2(eqx.Module):
         return hidden @ self.token_embd.T
 
     def _run(
-        self,
-        tokens: Int[Array, "batch length"],
-        positions: Int[Array, "batch length"],
-        caches: AnyCache,
-        attend: Attend,
+        self, layer: Layer, tokens: Int[Array, "batch length"], caches: AnyCache
     ) -> tuple[Hidden, AnyCache]:
-        def layer(
-            x: Hidden, block_and_cache: tuple[Block, AnyCache]
-        ) -> tuple[Hidden, AnyCache]:
-            block, cache = block_and_cache
-            return block(x, positions, cache, attend)
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
 
-        x, caches = lax.scan(layer, self.token_embd[tokens], (self.blocks, caches))
-        return rms_norm(x, self.output_norm, self.config.norm_epsilon), caches
+        def step(x: Hidden, of_layer: tuple[Block, AnyCache]) -> tuple[Hidden, Any]:
+            block, cache = of_layer
+            return layer(eqx.combine(block, rest), x, cache)
+
+        x, caches = lax.scan(step, self.token_embd[tokens], (arrays, caches))
+        return each(self.output_norm, x), caches
 
 
 @eqx.filter_jit
@@ -250,7 +196,7 @@ def decode(
 ) -> tuple[Float[Array, "batch hidden"], eqxa.KVCache]:
     """The hidden states of the next token; the old caches' memory is used again."""
     model, tokens = model_and_tokens
-    hidden, caches = model.decode(tokens, caches)
+    hidden, caches = model.extend(tokens[:, None], None, caches)
     return hidden[:, 0], caches
 
 
@@ -298,10 +244,7 @@ def generate(
 
 
 def load_model(
-    reader: GGUFReader,
-    *,
-    prefill_backend: eqxa.Backend = eqxa.Backend.FLASH,
-    decode_backend: eqxa.Backend = eqxa.Backend.AUTO,
+    reader: GGUFReader, *, backend: eqxa.Backend = eqxa.Backend.FLASH
 ) -> SmolLM2:
     """The model with the weights in the file, made float32."""
 
@@ -316,7 +259,22 @@ def load_model(
 
     def stacked(name: str) -> Float[Array, "layers ..."]:
         layers = range(config.num_layers)
-        return jnp.asarray(np.stack([weight(f"blk.{i}.{name}").T for i in layers]))
+        return jnp.asarray(np.stack([weight(f"blk.{i}.{name}") for i in layers]))
+
+    def parameters(block: Block) -> dict[str, Any]:
+        attention = block.attention
+        layers = {
+            "attn_norm": block.attn_norm,
+            "attn_q": attention.query_proj,
+            "attn_k": attention.key_proj,
+            "attn_v": attention.value_proj,
+            "attn_output": attention.output_proj,
+            "ffn_norm": block.ffn_norm,
+            "ffn_gate": block.ffn_gate,
+            "ffn_up": block.ffn_up,
+            "ffn_down": block.ffn_down,
+        }
+        return {name: layer.weight for name, layer in layers.items()}
 
     num_heads = number("attention.head_count")
     config = Config(
@@ -324,18 +282,26 @@ def load_model(
         num_heads=num_heads,
         num_kv_heads=number("attention.head_count_kv"),
         head_dim=number("embedding_length") // num_heads,
+        ffn=number("feed_forward_length"),
         rope_base=number("rope.freq_base"),
         norm_epsilon=number("attention.layer_norm_rms_epsilon"),
     )
-    fields = [f.name for f in dataclasses.fields(Block) if f.name != "config"]
-    causal = eqxa.AttentionConfig(causal=True)
+    shapes = eqx.filter_eval_shape(Block, config, backend, key=jax.random.key(0))
+    blocks = eqx.tree_at(
+        lambda block: list(parameters(block).values()),
+        shapes,
+        [stacked(name) for name in parameters(shapes)],
+    )
+    norm = eqx.nn.RMSNorm(
+        num_heads * config.head_dim, config.norm_epsilon, use_bias=False
+    )
     return SmolLM2(
         token_embd=jnp.asarray(weight("token_embd")),
-        blocks=Block(**{name: stacked(name) for name in fields}, config=config),
-        output_norm=jnp.asarray(weight("output_norm")),
+        blocks=blocks,
+        output_norm=eqx.tree_at(
+            lambda norm: norm.weight, norm, jnp.asarray(weight("output_norm"))
+        ),
         config=config,
-        prefill_attention=eqxa.Attention(causal, backend=prefill_backend),
-        decode_attention=eqxa.Attention(causal, backend=decode_backend),
     )
 
 

@@ -36,12 +36,8 @@ def reader() -> GGUFReader:
 
 @pytest.fixture(scope="module")
 def model(reader: GGUFReader) -> smollm2.SmolLM2:
-    """The model, on the two backends that it is there to test."""
-    return smollm2.load_model(
-        reader,
-        prefill_backend=eqxa.Backend.FLASH,
-        decode_backend=eqxa.Backend.RAGGED_DECODE,
-    )
+    """The model, on the backend that it is there to test."""
+    return smollm2.load_model(reader, backend=eqxa.Backend.FLASH)
 
 
 @pytest.fixture(scope="module")
