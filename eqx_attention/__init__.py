@@ -24,6 +24,7 @@ with (
         Alignment as Alignment,
         AttentionConfig as AttentionConfig,
         ChunkSizes as ChunkSizes,
+        Differentiation as Differentiation,
         default_chunk_sizes as default_chunk_sizes,
     )
     from ._paged_cache import PagedKVCache as PagedKVCache

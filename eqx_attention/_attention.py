@@ -11,6 +11,7 @@ from ._config import (
     Alignment,
     AttentionConfig,
     ChunkSizes,
+    Differentiation,
     Precision,
     check_is_a,
 )
@@ -46,6 +47,7 @@ def attention(
     *,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     sequence_start: Integer[Array, "*batch"] | None = None,
     sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: Literal[False] = False,
@@ -59,6 +61,7 @@ def attention(
     *,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     sequence_start: Integer[Array, "*batch"] | None = None,
     sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: Literal[True],
@@ -91,6 +94,7 @@ def attention(
     precision: Precision = None,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     sequence_start: Integer[Array, "*batch"] | None = None,
     sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: bool = False,
@@ -109,6 +113,8 @@ def attention(
         [`eqx_attention.resolve`][] says which, and why.
     - `chunk_sizes`: as in [`eqx_attention.flash_attention`][]. In decoding, `key` is
         the block size.
+    - `differentiation`: as in [`eqx_attention.flash_attention`][]. The other backends
+        are open to both modes whatever it says.
     - `sequence_start`, `sequence_end`: as in
         [`eqx_attention.ragged_decode_attention`][], whose query may also be a single
         token; start is 0 by default.
@@ -185,7 +191,8 @@ def attention(
         case Backend.STANDARD:
             out, lse, _ = standard(inputs)
         case Backend.FLASH:
-            out, lse = flash(inputs, chunk_sizes or inputs.default_chunk_sizes())
+            chunk_sizes = chunk_sizes or inputs.default_chunk_sizes()
+            out, lse = flash(inputs, chunk_sizes, differentiation)
         case Backend.AUTO | Backend.RAGGED_DECODE:
             raise AssertionError("resolve() leaves two choices without sequence_end")
         case _:
@@ -277,6 +284,7 @@ class Attention(eqx.Module):
             precision=config.precision,
             backend=self.backend,
             chunk_sizes=self.chunk_sizes,
+            differentiation=config.differentiation,
             sequence_start=sequence_start,
             sequence_end=sequence_end,
         )

@@ -27,6 +27,15 @@ class Alignment(enum.Enum):
     """Query i stands at i + kv_len - q_len: both end together."""
 
 
+class Differentiation(enum.Enum):
+    """Which modes of differentiation flash attention is open to."""
+
+    REVERSE = "reverse"
+    """Reverse mode first; its gradient may be differentiated again in either mode."""
+    BOTH = "both"
+    """Forward and reverse mode, in any order."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ChunkSizes:
     """How many queries and how many keys flash attention takes at a time.
@@ -84,7 +93,8 @@ class AttentionConfig:
     """The options of an attention that do not change from call to call.
 
     **Arguments:** as in [`eqx_attention.standard_attention`][], but that
-    `softmax_scale` is a plain float here. Lists are not taken: a config is hashable.
+    `softmax_scale` is a plain float here; and `differentiation` as in
+    [`eqx_attention.flash_attention`][]. Lists are not taken: a config is hashable.
 
     **Raises:** `TypeError` or `ValueError` for what no attention can do.
     """
@@ -98,6 +108,7 @@ class AttentionConfig:
     num_sink_tokens: int = 0
     logits_dtype: DTypeLike = jnp.float32
     precision: Precision = None
+    differentiation: Differentiation = Differentiation.REVERSE
 
     def __post_init__(self) -> None:
         check_is_a("causal", self.causal, bool)
@@ -109,6 +120,7 @@ class AttentionConfig:
         check_soft_cap(self.logits_soft_cap, self.logits_dtype)
         check_dropout_prob(self.dropout_prob)
         check_num_sink_tokens(self.num_sink_tokens)
+        check_is_a("differentiation", self.differentiation, Differentiation)
 
 
 def window_bounds(window: Window | None) -> tuple[int | None, int | None]:
