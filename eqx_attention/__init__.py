@@ -27,6 +27,7 @@ with (
         Differentiation as Differentiation,
         default_chunk_sizes as default_chunk_sizes,
     )
+    from ._normalizer import Entmax as Entmax, Softmax as Softmax
     from ._paged_cache import PagedKVCache as PagedKVCache
     from ._rolling_cache import RollingKVCache as RollingKVCache
     from .functional._flash import flash_attention as flash_attention

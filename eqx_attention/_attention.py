@@ -15,6 +15,7 @@ from ._config import (
     Precision,
     check_is_a,
 )
+from ._normalizer import SOFTMAX, Entmax, Normalizer, Softmax, check_entmax
 from ._typing import (
     Bias,
     CumSeqlens,
@@ -32,6 +33,8 @@ from ._typing import (
     Window,
     checked,
 )
+from .functional._entmax_flash import entmax_flash
+from .functional._entmax_standard import entmax_standard
 from .functional._flash import flash
 from .functional._inputs import Inputs
 from .functional._options import CommonOptions
@@ -92,6 +95,7 @@ def attention(
     dropout_key: DropoutKey | None = None,
     logits_dtype: DTypeLike = jnp.float32,
     precision: Precision = None,
+    normalizer: Normalizer = SOFTMAX,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
     differentiation: Differentiation = Differentiation.REVERSE,
@@ -138,6 +142,7 @@ def attention(
             cum_seqlens_q=cum_seqlens_q,
             cum_seqlens_k=cum_seqlens_k,
             dropout_prob=dropout_prob if dropout_prob > 0 else None,
+            normalizer=None if isinstance(normalizer, Softmax) else normalizer,
         )
         out, lse = ragged_decode_attention(
             query,
@@ -187,11 +192,16 @@ def attention(
         logits_dtype=logits_dtype,
         precision=precision,
     )
+    chunk_sizes = chunk_sizes or inputs.default_chunk_sizes()
+    if isinstance(normalizer, Entmax):
+        check_entmax(softmax_aux=softmax_aux, return_lse=return_lse or None)
+        if choice.backend is Backend.FLASH:
+            return entmax_flash(inputs, normalizer, chunk_sizes)
+        return entmax_standard(inputs, normalizer)[0]
     match choice.backend:
         case Backend.STANDARD:
             out, lse, _ = standard(inputs)
         case Backend.FLASH:
-            chunk_sizes = chunk_sizes or inputs.default_chunk_sizes()
             out, lse = flash(inputs, chunk_sizes, differentiation)
         case Backend.AUTO | Backend.RAGGED_DECODE:
             raise AssertionError("resolve() leaves two choices without sequence_end")
@@ -251,12 +261,14 @@ class Attention(eqx.Module):
         sequence_start: Integer[Array, "*batch"] | None = None,
         sequence_end: Integer[Array, "*batch"] | None = None,
         dropout_key: DropoutKey | None = None,
+        normalizer: Normalizer | None = None,
         inference: bool | None = None,
     ) -> Float[Array, "... q_heads v_dim"]:
         """The output, `*batch q_len q_heads v_dim`, of the query's dtype.
 
         **Arguments:** as in [`eqx_attention.attention`][]; `inference` overrides the
-        field of that name.
+        field of that name, and `normalizer` that of the config, so that its alpha can
+        be trained.
         """
         config = self.config
         inference = self.inference if inference is None else inference
@@ -282,6 +294,7 @@ class Attention(eqx.Module):
             dropout_key=dropout_key,
             logits_dtype=config.logits_dtype,
             precision=config.precision,
+            normalizer=config.normalizer if normalizer is None else normalizer,
             backend=self.backend,
             chunk_sizes=self.chunk_sizes,
             differentiation=config.differentiation,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
 from .._config import Alignment, ChunkSizes, Differentiation, Precision
+from .._normalizer import SOFTMAX, Entmax, Normalizer, check_entmax
 from .._typing import (
     Bias,
     CumSeqlens,
@@ -27,6 +28,7 @@ from .._typing import (
     Window,
     checked,
 )
+from ._entmax_flash import entmax_flash
 from ._flash_core import Attend, attend_reverse, flash_state
 from ._flash_primitive import attend_both
 from ._inputs import Inputs
@@ -95,6 +97,7 @@ def flash_attention(
     dropout_key: DropoutKey | None = None,
     logits_dtype: DTypeLike = jnp.float32,
     precision: Precision = None,
+    normalizer: Normalizer = SOFTMAX,
     chunk_sizes: ChunkSizes | None = None,
     differentiation: Differentiation = Differentiation.REVERSE,
     normalize_output: bool = True,
@@ -119,7 +122,7 @@ def flash_attention(
         [`eqx_attention.default_chunk_sizes`][].
     - `differentiation`: [`eqx_attention.Differentiation`][]: with `REVERSE`, the
         default, JAX refuses forward mode; with `BOTH` all modes and mixtures work.
-        Results and gradients are the same.
+        Results and gradients are the same. With `Entmax` both work anyhow.
     - `normalize_output`: if False, return a [`eqx_attention.PartialAttention`][], to be
         merged with those over other keys. Give `softmax_aux` to one of them only.
     - `return_lse`: also return the log of the sum of exponentials, sinks included.
@@ -164,6 +167,13 @@ def flash_attention(
         precision=precision,
     )
     chunk_sizes = chunk_sizes or inputs.default_chunk_sizes()
+    if isinstance(normalizer, Entmax):
+        check_entmax(
+            softmax_aux=softmax_aux,
+            return_lse=return_lse or None,
+            normalize_output=None if normalize_output else False,
+        )
+        return entmax_flash(inputs, normalizer, chunk_sizes)
     if not normalize_output:
         return flash_partial(inputs, chunk_sizes, differentiation)
     out, lse = flash(inputs, chunk_sizes, differentiation)

@@ -8,6 +8,7 @@ from typing import TypedDict
 from jaxtyping import DTypeLike
 
 from .._config import Alignment, Precision
+from .._normalizer import Normalizer
 from .._typing import (
     Bias,
     CumSeqlens,
@@ -51,3 +52,4 @@ class CommonOptions(ScoreOptions, total=False):
     cum_seqlens_k: CumSeqlens | None
     dropout_prob: Number
     dropout_key: DropoutKey | None
+    normalizer: Normalizer

@@ -53,6 +53,7 @@ class Rows:
     query: Float[Array, "batch kv_heads group q_size qk_dim"]
     beside: Beside
     plan: Plan
+    kv_chunks: int
     cut: Callable[[Int[Array, ""], bool], Cut]
 
     def fold(self, step: Callable[[_Carry, Cut], _Carry], carry: _Carry) -> _Carry:
@@ -160,7 +161,9 @@ def _together(
                     rules.allowed(own.parameters, tile) if masked else None,
                 )
 
-            return function(problem, Rows(own_query, own_beside, plan, cut))
+            return function(
+                problem, Rows(own_query, own_beside, plan, schedule.kv_chunks, cut)
+            )
 
         head_starts = jnp.arange(0, kv_heads, sizes.kv_heads, dtype=jnp.int32)
         outs = map_(some_heads, head_starts)
