@@ -50,6 +50,12 @@ def bind(primitive: Primitive, *args: PyTree) -> Any:
     return eqxi.filter_primitive_bind(primitive, *args)  # pyright: ignore[reportUnknownMemberType]  # has no types
 
 
+def no_transpose(inputs: Any, cotangents: Any) -> tuple[PyTree, ...]:
+    """The rule of a primitive that is not linear in any of its arguments."""
+    del inputs, cotangents
+    raise NotImplementedError("only what is linear has a transpose")
+
+
 def is_unknown(x: object) -> bool:
     """Whether this argument of a transpose is one that the primitive is linear in."""
     return isinstance(x, UndefinedPrimal)

@@ -15,6 +15,7 @@ from jaxtyping import Array
 import eqx_attention as eqxa
 
 from .helpers import FEW_BACKENDS, Arrays, close, flash, normal, qkv
+from .test_composition import ARRAYS, ROWS
 
 pytestmark = pytest.mark.numbers
 
@@ -262,6 +263,30 @@ def test_memory_grows_as_the_length() -> None:
     short, long = size(4096), size(16384)
     assert long < 4.2 * short + 2**16
     assert long < 4 * 16384**2 / 8
+
+
+@pytest.mark.parametrize(
+    "row",
+    (
+        "`grad` of `vmap`",
+        "`grad` of `jvp` of `scan` of `checkpoint`",
+        "`jvp` of `grad` of `scan` of `checkpoint`",
+        "`grad` of `shard_map`",
+    ),
+)
+def test_composition(row: str) -> None:
+    """Rows of the table of what composes with what, which hold all the others."""
+
+    def result(attend: Callable[..., Array]) -> Any:
+        def function(arrays: Arrays) -> Array:
+            return attend(**arrays, causal=True, normalizer=eqxa.Entmax(1.4))
+
+        return jax.tree.leaves(jax.jit(ROWS[row](function))(ARRAYS))
+
+    expected = result(eqxa.standard_attention)
+    for x, y in zip(result(flash(2, 3)), expected, strict=True):
+        close(row, x, y, 1e-4)
+        assert np.abs(np.asarray(y)).max() > 1e-3
 
 
 def test_vmap_over_alpha() -> None:

@@ -10,18 +10,34 @@ $$\Bigl(\sum_j [z_j - \tau]_+^r\Bigr)^{1/r} - 1$$
 a norm of what is above the threshold: convex, falling, and nearly linear where the sum
 itself is steep. So Newton steps from -1 come closer to the root from one side, without
 a bracket, and a few of them do.
+
+The steps are taken here and not by optimistix: its linear solves lose track of what
+varies over a mesh, so `jax.shard_map` refuses them.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
-from .._root import find_roots, tolerance
+from .._jax import vary_like, varying_axes
+from .._primitive import array_type, bind, create_primitive, no_transpose
 from ._online_softmax import finite
 
 LOWEST = -1.0
 """The threshold where the search starts. What is not above it has no weight."""
+
+_MAX_STEPS = 64
+
+
+class Sums(eqx.Module):
+    """Of the weights of a row, and of their derivatives by the logits."""
+
+    weights: Float[Array, "*rows"]
+    slopes: Float[Array, "*rows"]
 
 
 class Heights(eqx.Module):
@@ -44,25 +60,52 @@ class Heights(eqx.Module):
 
     def weights(self, tau: Float[Array, "*rows"]) -> Float[Array, "*rows keys"]:
         """What is above the threshold, to the power of 1 / (alpha - 1)."""
+        return self._power(tau, 1 / (self.alpha - 1))
+
+    def sums(self, tau: Float[Array, "*rows"]) -> Sums:
+        """Sums over the keys. The derivative of a weight w is w^(2 - alpha)."""
+        slopes = self._power(tau, 1 / (self.alpha - 1) - 1)
+        return Sums(jnp.sum(self.weights(tau), axis=-1), jnp.sum(slopes, axis=-1))
+
+    def _power(
+        self, tau: Float[Array, "*rows"], power: Float[Array, "*#rows"]
+    ) -> Float[Array, "*rows keys"]:
         above = self.z - tau[..., None]
-        power = (1 / (self.alpha - 1))[..., None]
         # log(0) has no derivative, not even where it is not used.
         kept = above > 0
-        some = jnp.exp(power * jnp.log(jnp.where(kept, above, jnp.ones_like(above))))
+        logs = jnp.log(jnp.where(kept, above, jnp.ones_like(above)))
+        some = jnp.exp(power[..., None] * logs)
         return jnp.where(kept, some, jnp.zeros_like(some))
 
 
-def excess(
-    mass: Float[Array, "*rows"],
-    tau: Float[Array, "*rows"],
+def search(
+    sums: Callable[[Float[Array, "*rows"]], Sums],
     alpha: Float[Array, "*#rows"],
-    empty: Bool[Array, "*rows"],
+    start: Float[Array, "*rows"],
 ) -> Float[Array, "*rows"]:
-    """How far the norm of the weights, whose sum is `mass`, is above one."""
-    mass = jnp.where(empty, jnp.ones_like(mass), mass)
-    norm = jnp.exp((alpha - 1) * jnp.log(mass))
-    # A row without keys has no threshold: the search stays where it started.
-    return jnp.where(empty, tau - LOWEST, norm - 1)
+    """The threshold of each row, from the sums at a threshold.
+
+    By Newton steps, in all rows at a time, until none is above eight times the rounding
+    error of one. A row without keys stays where it starts.
+    """
+    tolerance = 1e-6 if start.dtype == jnp.float32 else 2e-15
+
+    def go_on(carry: tuple[Array, Array, Array]) -> Bool[Array, ""]:
+        _, last_step, count = carry
+        return jnp.any(last_step > tolerance) & (count < _MAX_STEPS)
+
+    def step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        tau, _, count = carry
+        found = sums(tau)
+        empty = found.weights == 0
+        mass = jnp.where(empty, jnp.ones_like(tau), found.weights)
+        slopes = jnp.where(empty, jnp.ones_like(tau), found.slopes)
+        length = (mass - jnp.exp((2 - alpha) * jnp.log(mass))) / slopes
+        return tau + length, length, count + 1
+
+    first = start, jnp.ones_like(start), jnp.int32(0)
+    first = vary_like(first[:2], varying_axes(start)) + first[2:]
+    return lax.while_loop(go_on, step, first)[0]
 
 
 def entmax(
@@ -70,15 +113,36 @@ def entmax(
 ) -> Float[Array, "*rows keys"]:
     """The weights of each row, of alpha's dtype: 0 where no logit is finite."""
     max_logits = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
-    empty = max_logits == -jnp.inf
     heights = Heights.of(logits, finite(max_logits).astype(alpha.dtype), alpha)
-
-    def too_much(tau: Array, heights: Heights) -> Array:
-        mass = jnp.sum(heights.weights(tau), axis=-1)
-        return excess(mass, tau, heights.alpha, empty)
-
-    start = jnp.full(max_logits.shape, LOWEST, alpha.dtype)
-    tau = find_roots(too_much, start, heights, tolerance=tolerance(alpha))
-    weights = heights.weights(tau)
+    weights = heights.weights(bind(_threshold, heights))
+    # To rounding it is one already, but that grows with 1 / (alpha - 1).
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(empty[..., None], jnp.ones_like(total), total)
+    return weights / jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+def _threshold_of(heights: Heights) -> Float[Array, "*rows"]:
+    lowest = jnp.min(heights.z, axis=-1, initial=LOWEST)
+    return search(heights.sums, heights.alpha, jnp.full_like(lowest, LOWEST))
+
+
+def _threshold_type(heights: Any) -> Any:
+    return array_type(heights.z, heights.z.shape[:-1], heights.z.dtype)
+
+
+def _threshold_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
+    """The derivative of the implicit function: of any order, as it uses itself."""
+    (heights,) = primals
+    tau = bind(_threshold, heights)
+
+    def mass(heights: Heights) -> Array:
+        return jnp.sum(heights.weights(tau), axis=-1)
+
+    _, d_mass = eqx.filter_jvp(mass, (heights,), tangents)
+    found = heights.sums(tau)
+    slopes = jnp.where(found.weights == 0, jnp.ones_like(tau), found.slopes)
+    return tau, (heights.alpha - 1) * d_mass / slopes
+
+
+_threshold = create_primitive(
+    "entmax_threshold", _threshold_of, _threshold_type, _threshold_jvp, no_transpose
+)

@@ -9,18 +9,19 @@ AdaSplash, arXiv 2502.12082, do the same on a GPU.)
 Derivatives, in both modes and of any order, are those of whole rows, 128 at a time.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._config import ChunkSizes
 from .._jax import cond, vary_together
 from .._normalizer import Entmax
-from .._root import find_roots, tolerance
+from .._primitive import array_type, bind, create_primitive, no_transpose
 from ._block import map_rows, whole
-from ._derivative import derivatives_of
 from ._dropout import Dropout
-from ._entmax import LOWEST, Heights, excess
+from ._entmax import LOWEST, Heights, Sums, search
 from ._entmax_standard import alphas, entmax_block, entmax_output
 from ._inputs import Inputs
 from ._logits import LogitRules, contract, drop_unseen
@@ -41,37 +42,41 @@ def entmax_flash(
         return entmax_output(inputs, entmax_block(problem, alpha, whole(problem))[0])
     sizes = problem.tile_sizes(chunk_sizes)
     problem, alpha = vary_together((problem, alpha))
-    out = _attend(
-        *(problem.operands, alpha),
-        **{"rules": problem.rules, "dropout": problem.dropout, "sizes": sizes},
-    )
+    out = bind(_attend, problem.operands, alpha, problem.rules, problem.dropout, sizes)
     return entmax_output(inputs, out)
 
 
-def _plain(
+def _attend_of(
     operands: Operands,
     alpha: Float[Array, "1 kv_heads group 1"],
-    *,
-    rules: LogitRules,
-    dropout: Dropout | None,
-    sizes: TileSizes,
-) -> Float[Array, "batch kv_heads group q_len v_dim"]:
-    del sizes
-    problem = Problem(operands, rules, dropout)
-    return map_rows(problem, lambda part, tile: entmax_block(part, alpha, tile)[0])
-
-
-@derivatives_of(_plain)
-def _attend(
-    operands: Operands,
-    alpha: Float[Array, "1 kv_heads group 1"],
-    *,
     rules: LogitRules,
     dropout: Dropout | None,
     sizes: TileSizes,
 ) -> Float[Array, "batch kv_heads group q_len v_dim"]:
     problem = Problem(operands, rules, dropout)
     return by_rows(_attend_rows, problem, sizes, Beside(numbers=(alpha,)))
+
+
+def _attend_type(operands: Any, alpha: Any, *others: PyTree) -> Any:
+    del others
+    query, v_dim = operands.query, operands.value.shape[-1]
+    return array_type(query, (*query.shape[:-1], v_dim), alpha.dtype)
+
+
+def _attend_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
+    operands, alpha, rules, dropout, _ = primals
+
+    def plain(operands: Operands, alpha: Array) -> Array:
+        problem = Problem(operands, rules, dropout)
+        return map_rows(problem, lambda part, tile: entmax_block(part, alpha, tile)[0])
+
+    out = bind(_attend, *primals)
+    return out, eqx.filter_jvp(plain, (operands, alpha), tangents[:2])[1]
+
+
+_attend = create_primitive(
+    "flash_entmax", _attend_of, _attend_type, _attend_jvp, no_transpose
+)
 
 
 def _attend_rows(
@@ -87,7 +92,7 @@ def _attend_rows(
 
     tops = rows.fold(highest, low)
     max_logits = jnp.max(tops, axis=0)
-    empty, peak = max_logits == -jnp.inf, finite(max_logits)
+    peak = finite(max_logits)
     tops = Heights.of(jnp.moveaxis(tops, 0, -1), peak, alpha).z
 
     def above(tau: Array, cut: Cut) -> Array:
@@ -95,38 +100,37 @@ def _attend_rows(
         top = jnp.take(tops, _chunk(cut), axis=-1)
         return jnp.any(top > tau)
 
-    def weights_of(tau: Array, cut: Cut) -> Array:
-        return Heights.of(_logits(problem, cut), peak, alpha).weights(tau)
+    def heights(cut: Cut) -> Heights:
+        return Heights.of(_logits(problem, cut), peak, alpha)
 
-    def too_much(tau: Array, _: None) -> Array:
-        def add(mass: Array, cut: Cut) -> Array:
-            return cond(
-                above(tau, cut),
-                lambda: mass + jnp.sum(weights_of(tau, cut), axis=-1),
-                lambda: mass,
-            )
+    def sums(tau: Array) -> Sums:
+        def add(total: Sums, cut: Cut) -> Sums:
+            def some() -> Sums:
+                part = heights(cut).sums(tau)
+                return Sums(total.weights + part.weights, total.slopes + part.slopes)
 
-        return excess(rows.fold(add, jnp.zeros(shape, dtype)), tau, alpha, empty)
+            return cond(above(tau, cut), some, lambda: total)
 
-    tau = find_roots(
-        too_much, jnp.full(shape, LOWEST, dtype), None, tolerance=tolerance(alpha)
-    )
+        zeros = jnp.zeros(shape, dtype)
+        return rows.fold(add, Sums(zeros, zeros))
 
-    def attend(sums: tuple[Array, Array], cut: Cut) -> tuple[Array, Array]:
+    tau = search(sums, alpha, jnp.full_like(peak, LOWEST))
+
+    def attend(carry: tuple[Array, Array], cut: Cut) -> tuple[Array, Array]:
         def some() -> tuple[Array, Array]:
-            numerator, mass = sums
-            weights = weights_of(tau, cut)
+            numerator, mass = carry
+            weights = heights(cut).weights(tau)
             return (
                 numerator + _sum_of_values(problem, cut, weights),
                 mass + jnp.sum(weights, axis=-1),
             )
 
-        return cond(above(tau, cut), some, lambda: sums)
+        return cond(above(tau, cut), some, lambda: carry)
 
     v_dim = problem.operands.value.shape[-1]
     nothing = jnp.zeros((*shape, v_dim), dtype), jnp.zeros(shape, dtype)
     numerator, mass = rows.fold(attend, nothing)
-    return numerator / jnp.where(empty, jnp.ones_like(mass), mass)[..., None]
+    return numerator / jnp.where(mass == 0, jnp.ones_like(mass), mass)[..., None]
 
 
 def _chunk(cut: Cut) -> Array:

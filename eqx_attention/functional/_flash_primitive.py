@@ -19,6 +19,7 @@ from .._primitive import (
     bind,
     create_primitive,
     is_unknown,
+    no_transpose,
 )
 from ._block import attend_rows
 from ._dropout import Dropout
@@ -57,10 +58,6 @@ def _state_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
     direction = batch_together(tangents[0], *state)
     numerator, denominator = bind(_tangent, direction, operands, state[1], *others)
     return state, (numerator, None, denominator)
-
-
-def _no_transpose(inputs: Any, cotangent: Any) -> tuple[PyTree, ...]:
-    raise NotImplementedError("attention is not linear")
 
 
 def _tangent_of(
@@ -152,7 +149,7 @@ def _nothing(tree: PyTree) -> PyTree:
 
 
 _state = create_primitive(
-    "flash_attention", _state_of, _state_types, _state_jvp, _no_transpose
+    "flash_attention", _state_of, _state_types, _state_jvp, no_transpose
 )
 _tangent = create_primitive(
     "flash_attention_tangent",
