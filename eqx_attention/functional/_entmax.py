@@ -60,22 +60,23 @@ class Heights(eqx.Module):
 
     def weights(self, tau: Float[Array, "*rows"]) -> Float[Array, "*rows keys"]:
         """What is above the threshold, to the power of 1 / (alpha - 1)."""
-        return self._power(tau, 1 / (self.alpha - 1))
+        # log(0) has no derivative, not even where it is not used.
+        kept, above = self._above(tau)
+        some = jnp.exp(jnp.log(above) / (self.alpha - 1)[..., None])
+        return jnp.where(kept, some, jnp.zeros_like(some))
 
     def sums(self, tau: Float[Array, "*rows"]) -> Sums:
-        """Sums over the keys. The derivative of a weight w is w^(2 - alpha)."""
-        slopes = self._power(tau, 1 / (self.alpha - 1) - 1)
-        return Sums(jnp.sum(self.weights(tau), axis=-1), jnp.sum(slopes, axis=-1))
+        """Sums over the keys. Of $u^r$ the slope is, but for a factor, $u^{r - 1}$."""
+        weights, (_, above) = self.weights(tau), self._above(tau)
+        return Sums(jnp.sum(weights, axis=-1), jnp.sum(weights / above, axis=-1))
 
-    def _power(
-        self, tau: Float[Array, "*rows"], power: Float[Array, "*#rows"]
-    ) -> Float[Array, "*rows keys"]:
+    def _above(
+        self, tau: Float[Array, "*rows"]
+    ) -> tuple[Bool[Array, "*rows keys"], Float[Array, "*rows keys"]]:
+        """Which keys are above the threshold; by how much, and 1 for the others."""
         above = self.z - tau[..., None]
-        # log(0) has no derivative, not even where it is not used.
         kept = above > 0
-        logs = jnp.log(jnp.where(kept, above, jnp.ones_like(above)))
-        some = jnp.exp(power[..., None] * logs)
-        return jnp.where(kept, some, jnp.zeros_like(some))
+        return kept, jnp.where(kept, above, jnp.ones_like(above))
 
 
 def search(
