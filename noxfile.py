@@ -100,6 +100,20 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
+def deep_equilibrium(session: nox.Session) -> None:
+    """Trains a layer by its fixed point; arguments after `--` go to the example."""
+    install(session, "solvers")
+    session.run("python", "examples/deep_equilibrium.py", *session.posargs)
+
+
+@nox.session
+def mean_flow(session: nox.Session) -> None:
+    """Trains a model that generates in one step; arguments after `--` go to it."""
+    install(session, "solvers")
+    session.run("python", "examples/mean_flow.py", *session.posargs)
+
+
+@nox.session
 def real_models(session: nox.Session) -> None:
     """Tests real models with their real weights against stored answers."""
     install(session, "test", "demo")

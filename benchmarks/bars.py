@@ -74,6 +74,11 @@ def _time_bars() -> Iterator[TimeBar]:
             yield TimeBar(contest, "AUTO", ("jax.nn", "standard"), 1.05)
         for length in (512, 1024):
             yield TimeBar(f"{what} causal {length}", "standard", ("jax.nn",), 1.05)
+    contest = "value and tangent causal 4096"
+    yield TimeBar(contest, "flash BOTH", ("flash forward",), 2.6)
+    yield TimeBar(
+        "gradient causal 4096 in the mode BOTH", "flash BOTH", ("flash",), 1.1
+    )
     for batch in BATCHES:
         for spread in SPREADS:
             contest = f"decode {batch} {spread}"

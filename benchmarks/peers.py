@@ -7,6 +7,7 @@ import importlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox.nn._attention as of_equinox
@@ -109,9 +110,17 @@ class JaxPeer(Peer[Workload, Arrays]):
             weighted = forward(query, key, value, a) * a.cotangent
             return jnp.sum(weighted, dtype=jnp.float32)
 
+        def tangent(query: Array, key: Array, value: Array, a: Arrays) -> Any:
+            points = query, key, value
+            return jax.jvp(lambda *points: forward(*points, a), points, points)
+
         # The value as well: without it a peer need not make its output at all.
         gradient = jax.value_and_grad(loss, argnums=(0, 1, 2))
-        function = gradient if workload.gradient else forward
+        function = forward
+        if workload.gradient:
+            function = gradient
+        elif workload.tangent:
+            function = tangent
         start = time.perf_counter()
         compiled = jax.jit(function).lower(*arrays[:3], arrays).compile()
         return compiled, time.perf_counter() - start
@@ -124,7 +133,9 @@ class JaxPeer(Peer[Workload, Arrays]):
 
         def read() -> list[np.ndarray]:
             result = run()
-            found = result[1] if workload.gradient else [result]
+            found = [result]
+            if workload.gradient or workload.tangent:
+                found = jax.tree.leaves(result[1])
             return [np.asarray(x).astype(np.float64) for x in found]
 
         temp_bytes, needed_bytes = planned_bytes(compiled)
@@ -201,6 +212,8 @@ class Torch(Peer[Workload, Arrays]):
     name = module = "torch"
 
     def lacks(self, workload: Workload) -> str | None:
+        if workload.tangent:
+            return "it has no forward mode here"
         return "its dropout is another one" if workload.dropout else None
 
     def prepare(self, workload: Workload, arrays: Arrays) -> Program:
@@ -243,11 +256,13 @@ class Torch(Peer[Workload, Arrays]):
         return Program(run, read)
 
 
+BOTH = eqxa.Differentiation.BOTH
 FLASH = _ours("flash", eqxa.flash_attention)
 PEERS: dict[str, Peer[Workload, Arrays]] = {
     peer.name: peer
     for peer in (
         FLASH,
+        _ours("flash BOTH", partial(eqxa.flash_attention, differentiation=BOTH)),
         _ours("standard", eqxa.standard_attention),
         _ours("AUTO", eqxa.attention),
         JaxPeer("jax.nn", "jax", _as_in_jax("jax.nn", "xla")),

@@ -28,7 +28,10 @@ class Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One call of an attention: its shapes, its options, forward or gradient."""
+    """One call of an attention: its shapes, its options, and what is asked of it.
+
+    That is the output; or also the gradient, or the tangent along a direction.
+    """
 
     length: int
     batch: int = 1
@@ -42,6 +45,7 @@ class Workload:
     ragged: bool = False  # documents of random lengths, other ones in each row
     dropout: float = 0.0
     gradient: bool = False
+    tangent: bool = False
 
     def arrays(self, seed: int = 0) -> Arrays:
         """Random arguments."""
@@ -166,7 +170,33 @@ def contests() -> list[Contest]:
                 _against_peers(f"{what} causal {length}", workload, peers, quick)
             )
         made += _options(what, gradient)
-    return made + _decoding()
+    return made + _both_modes() + _decoding()
+
+
+def _both_modes() -> list[Contest]:
+    """What a call costs that is open to forward mode, in either mode."""
+    plain = Workload(4096)
+    tangent, gradient = (
+        dataclasses.replace(plain, **{mode: True}) for mode in ("tangent", "gradient")
+    )
+    entries = (
+        Entry("flash forward", "flash", plain),
+        Entry("flash BOTH", "flash BOTH", tangent),
+        Entry("jax.nn forward", "jax.nn", plain),
+        Entry("jax.nn", "jax.nn", tangent),
+    )
+    modes = (
+        Entry("flash", "flash", gradient),
+        Entry("flash BOTH", "flash BOTH", gradient),
+    )
+    return [
+        Contest(
+            "value and tangent causal 4096", entries, ("flash forward", "flash BOTH")
+        ),
+        Contest(
+            "gradient causal 4096 in the mode BOTH", modes, ("flash", "flash BOTH")
+        ),
+    ]
 
 
 def _decoding() -> list[Contest]:

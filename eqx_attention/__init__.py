@@ -26,6 +26,7 @@ with (
         Alignment as Alignment,
         AttentionConfig as AttentionConfig,
         ChunkSizes as ChunkSizes,
+        Differentiation as Differentiation,
         default_chunk_sizes as default_chunk_sizes,
     )
     from ._latent import MultiheadLatentAttention as MultiheadLatentAttention
@@ -33,6 +34,7 @@ with (
         MultiheadAttention as MultiheadAttention,
         ProjectedKV as ProjectedKV,
     )
+    from ._normalizer import Entmax as Entmax, Softmax as Softmax
     from ._paged_cache import PagedKVCache as PagedKVCache
     from ._rolling_cache import RollingKVCache as RollingKVCache
     from ._rotary import (

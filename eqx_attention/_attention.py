@@ -1,7 +1,7 @@
 """`attention` dispatches to a backend; `Attention` holds the options of one."""
 
 import dataclasses
-from typing import Any, Literal, Unpack, assert_never, cast, overload
+from typing import Any, Literal, Unpack, assert_never, overload
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,9 +12,11 @@ from ._config import (
     Alignment,
     AttentionConfig,
     ChunkSizes,
+    Differentiation,
     Precision,
     check_is_a,
 )
+from ._normalizer import SOFTMAX, Entmax, Normalizer, Softmax, check_entmax
 from ._request import Request
 from ._typing import (
     Bias,
@@ -33,9 +35,11 @@ from ._typing import (
     Window,
     checked,
 )
+from .functional._entmax_flash import entmax_flash
+from .functional._entmax_standard import entmax_standard
 from .functional._flash import flash
 from .functional._inputs import Inputs
-from .functional._options import CommonOptions
+from .functional._options import CommonOptions, InputOptions
 from .functional._ragged_decode import ragged_decode_attention
 from .functional._standard import standard
 
@@ -48,6 +52,7 @@ def attention(
     *,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     sequence_start: Integer[Array, "*batch"] | None = None,
     sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: Literal[False] = False,
@@ -61,6 +66,7 @@ def attention(
     *,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     sequence_start: Integer[Array, "*batch"] | None = None,
     sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: Literal[True],
@@ -91,8 +97,10 @@ def attention(
     dropout_key: DropoutKey | None = None,
     logits_dtype: DTypeLike = jnp.float32,
     precision: Precision = None,
+    normalizer: Normalizer = SOFTMAX,
     backend: Backend = Backend.AUTO,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     sequence_start: Integer[Array, "*batch"] | None = None,
     sequence_end: Integer[Array, "*batch"] | None = None,
     return_lse: bool = False,
@@ -111,6 +119,8 @@ def attention(
         [`eqx_attention.resolve`][] says which, and why.
     - `chunk_sizes`: as in [`eqx_attention.flash_attention`][]. In decoding, `key` is
         the block size.
+    - `differentiation`: as in [`eqx_attention.flash_attention`][]. The other backends
+        are open to both modes whatever it says.
     - `sequence_start`, `sequence_end`: as in
         [`eqx_attention.ragged_decode_attention`][], whose query may also be a single
         token; start is 0 by default.
@@ -123,7 +133,7 @@ def attention(
     As the backend's own function; and `ValueError` for a backend that can't do what is
     asked, such as dropout or segments in decoding.
     """
-    options = CommonOptions(
+    options = InputOptions(
         mask=mask,
         bias=bias,
         softmax_aux=softmax_aux,
@@ -151,7 +161,9 @@ def attention(
         backend=backend,
         sequence_end=sequence_end,
         chunk_sizes=chunk_sizes,
+        differentiation=differentiation,
         return_lse=return_lse,
+        normalizer=normalizer,
         **options,
     )
     if sequence_end is not None:
@@ -162,6 +174,7 @@ def attention(
             cum_seqlens_q=cum_seqlens_q,
             cum_seqlens_k=cum_seqlens_k,
             dropout_prob=dropout_prob if dropout_prob > 0 else None,
+            normalizer=None if isinstance(normalizer, Softmax) else normalizer,
         )
         out, lse = ragged_decode_attention(
             query,
@@ -188,12 +201,17 @@ def attention(
             "sequence_start is given, but sequence_end is None: decoding needs both"
         )
     inputs = Inputs(query, key, value, **options)
+    if isinstance(normalizer, Entmax):
+        check_entmax(softmax_aux=softmax_aux, return_lse=return_lse or None)
+        if choice.chunk_sizes is None:
+            return entmax_standard(inputs, normalizer)[0]
+        return entmax_flash(inputs, normalizer, choice.chunk_sizes)
     match choice.backend:
         case Backend.STANDARD:
             out, lse, _ = standard(inputs)
         case Backend.FLASH:
             assert choice.chunk_sizes is not None
-            out, lse = flash(inputs, choice.chunk_sizes)
+            out, lse = flash(inputs, choice.chunk_sizes, differentiation)
         case Backend.AUTO | Backend.RAGGED_DECODE:
             raise AssertionError("resolve() leaves neither without sequence_end")
         case Backend.CUDNN | Backend.SPLASH | Backend.TOKAMAX | Backend.FA4:
@@ -259,12 +277,14 @@ class Attention(eqx.Module):
         sequence_start: Integer[Array, "*batch"] | None = None,
         sequence_end: Integer[Array, "*batch"] | None = None,
         dropout_key: DropoutKey | None = None,
+        normalizer: Normalizer | None = None,
         inference: bool | None = None,
     ) -> Float[Array, "... q_heads v_dim"]:
         """The output, `*batch q_len q_heads v_dim`, of the query's dtype.
 
         **Arguments:** as in [`eqx_attention.attention`][]; `inference` overrides the
-        field of that name.
+        field of that name, and `normalizer` that of the config, so that its alpha can
+        be trained.
         """
         config = self.config
         inference = self.inference if inference is None else inference
@@ -290,8 +310,10 @@ class Attention(eqx.Module):
             dropout_key=dropout_key,
             logits_dtype=config.logits_dtype,
             precision=config.precision,
+            normalizer=config.normalizer if normalizer is None else normalizer,
             backend=self.backend,
             chunk_sizes=self.chunk_sizes,
+            differentiation=config.differentiation,
             sequence_start=sequence_start,
             sequence_end=sequence_end,
         )
@@ -325,13 +347,16 @@ def call_options(
     attention: Attention,
     *,
     inference: bool | None = None,
+    normalizer: Normalizer | None = None,
     sequence_start: object = None,
     **options: Any,
-) -> CommonOptions:
+) -> dict[str, Any]:
     """The options of `attention` and of a call of it, as the function takes them."""
     del sequence_start
     config = attention.config
     named = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     if attention.inference if inference is None else inference:
         named["dropout_prob"] = 0.0
-    return cast(CommonOptions, {**named, **options})
+    if normalizer is not None:
+        named["normalizer"] = normalizer
+    return {**named, **options}

@@ -7,7 +7,7 @@ from typing import Literal, Unpack
 
 import jax
 
-from ._config import ChunkSizes, default_chunk_sizes
+from ._config import ChunkSizes, Differentiation, default_chunk_sizes
 from ._request import Request
 from ._tuning_cache import Entry, tables
 from ._typing import HasShape, checked
@@ -84,6 +84,7 @@ def resolve(
     backend: Backend = Backend.AUTO,
     sequence_end: HasShape | None = None,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     return_lse: bool = False,
     **options: Unpack[CommonOptions],
 ) -> Resolution:
@@ -124,7 +125,13 @@ def resolve(
             "q_len"
         )
     request = Request.of(
-        query, key, value, chunk_sizes=chunk_sizes, return_lse=return_lse, **options
+        query,
+        key,
+        value,
+        chunk_sizes=chunk_sizes,
+        differentiation=differentiation,
+        return_lse=return_lse,
+        **options,
     )
     if backend is not Backend.AUTO:
         refusal = why_not(backend, request)

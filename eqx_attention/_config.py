@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from ._jax import on_cpu, positive_range
+from ._normalizer import SOFTMAX, Entmax, Normalizer, Softmax
 from ._typing import Number, Window
 
 Precision: TypeAlias = jax.lax.PrecisionLike
@@ -25,6 +26,15 @@ class Alignment(enum.Enum):
     """Query i stands at position i: both begin together."""
     BOTTOM_RIGHT = "bottom_right"
     """Query i stands at i + kv_len - q_len: both end together."""
+
+
+class Differentiation(enum.Enum):
+    """Which modes of differentiation flash attention is open to."""
+
+    REVERSE = "reverse"
+    """Reverse mode first; its gradient may be differentiated again in either mode."""
+    BOTH = "both"
+    """Forward and reverse mode, in any order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +102,9 @@ class AttentionConfig:
     """The options of an attention that do not change from call to call.
 
     **Arguments:** as in [`eqx_attention.standard_attention`][], but that
-    `softmax_scale` is a plain float here. Lists are not taken: a config is hashable.
+    `softmax_scale` and the alpha of an `Entmax` are plain floats here; and
+    `differentiation` as in [`eqx_attention.flash_attention`][]. Lists are not taken: a
+    config is hashable.
 
     **Raises:** `TypeError` or `ValueError` for what no attention can do.
     """
@@ -106,6 +118,8 @@ class AttentionConfig:
     num_sink_tokens: int = 0
     logits_dtype: DTypeLike = jnp.float32
     precision: Precision = None
+    differentiation: Differentiation = Differentiation.REVERSE
+    normalizer: Normalizer = SOFTMAX
 
     def __post_init__(self) -> None:
         check_is_a("causal", self.causal, bool)
@@ -117,6 +131,8 @@ class AttentionConfig:
         check_soft_cap(self.logits_soft_cap, self.logits_dtype)
         check_dropout_prob(self.dropout_prob)
         check_num_sink_tokens(self.num_sink_tokens)
+        check_is_a("differentiation", self.differentiation, Differentiation)
+        check_normalizer(self.normalizer)
 
 
 def window_bounds(window: Window | None) -> tuple[int | None, int | None]:
@@ -156,6 +172,19 @@ def check_number(name: str, value: object) -> None:
     """Refuses what is neither a float nor an int."""
     if isinstance(value, bool) or not isinstance(value, float | int):
         raise TypeError(f"{name} is {value!r}, but must be a float")
+
+
+def check_normalizer(normalizer: object) -> None:
+    """A normalizer of a config is hashable, and so without arrays."""
+    if not isinstance(normalizer, Softmax | Entmax):
+        raise TypeError(
+            f"normalizer is {normalizer!r}, but must be Softmax() or Entmax(alpha)"
+        )
+    if isinstance(normalizer, Entmax) and not isinstance(normalizer.alpha, float | int):
+        raise TypeError(
+            "normalizer has an array as its alpha, but in a config it must be a float: "
+            "give an alpha that is to be trained to the call"
+        )
 
 
 def check_scale(softmax_scale: Number) -> None:

@@ -144,6 +144,13 @@ def fori_loop(
     return lax.fori_loop(lower, upper, step, init)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
 
 
+def cond(
+    pred: Bool[Array, ""], true: Callable[[], _Out], false: Callable[[], _Out]
+) -> _Out:
+    """`lax.cond`: one of two functions of nothing, of which the other is not run."""
+    return lax.cond(pred, true, false)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types
+
+
 def map_(fn: Callable[[_X], _Out], xs: _X) -> _Out:
     """`lax.map`: `fn` of each slice along the leading axis of `xs`, one by one."""
     return lax.map(fn, xs)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # has no types

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._config import Alignment, ChunkSizes, window_bounds
+from ._config import Alignment, ChunkSizes, Differentiation, window_bounds
 from ._jax import varying_axes
+from ._normalizer import Entmax
 from ._typing import HasShape
 from ._version import VERSION
 from .functional._mask import AbstractMask
@@ -35,9 +36,15 @@ _PRESENT = (
     "precision",
     "chunk_sizes",
 )
-_OPTIONS = {*CommonOptions.__optional_keys__, "chunk_sizes", "return_lse"}
+_OPTIONS = {
+    *CommonOptions.__optional_keys__,
+    *("chunk_sizes", "differentiation", "return_lse"),
+}
 _LOCAL = {"q_segment_ids", "kv_segment_ids", "cum_seqlens_q", "cum_seqlens_k"}
-_NOT_IN_KIND = {"causal", "sliding_window", "return_lse", "chunk_sizes"}
+_NOT_IN_KIND = {
+    *("causal", "sliding_window"),
+    *("chunk_sizes", "differentiation", "return_lse"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +221,8 @@ def _asked(
         "logits_dtype": jnp.dtype(options.get("logits_dtype", jnp.float32))
         != jnp.float32,
         "softmax_scale as an array": not known_scale,
+        "normalizer": isinstance(options.get("normalizer"), Entmax),
+        "differentiation": options.get("differentiation") is Differentiation.BOTH,
         "return_lse": options.get("return_lse", False),
     }
     return frozenset(asked | {name for name, it_does in does.items() if it_does})

@@ -24,6 +24,8 @@ _OPTIONS = (
     "dropout_prob",
     "logits_dtype",
     "precision",
+    "normalizer",
+    "differentiation",
     "chunk_sizes",
     "return_lse",
 )
@@ -46,10 +48,10 @@ _OURS: Mapping[Backend, Support] = {
         _all_but("chunk_sizes"), (), "any", "any order, both modes", _SEEN_ON
     ),
     Backend.FLASH: Support(
-        _all_but(), (), "any", "any order; the first in reverse mode", _SEEN_ON
+        _all_but(), (), "any", "any order; forward mode first with BOTH", _SEEN_ON
     ),
     Backend.RAGGED_DECODE: Support(
-        {**_all_but(*_IDS, "dropout_prob"), **_DECODING},
+        {**_all_but(*_IDS, "dropout_prob", "normalizer"), **_DECODING},
         (),
         "any",
         "any order, both modes",

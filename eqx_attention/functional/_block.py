@@ -5,6 +5,7 @@ of second order, and ragged decoding all of its derivatives, from it.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -19,8 +20,10 @@ from ._problem import Operands, Problem
 from ._score import ScoreParameters
 from ._tiles import Layout, Tile, merge_rows
 
+_Out = TypeVar("_Out")
+
 _ROWS = 128
-"""Queries at a time in `attend_rows`: their logits are its largest array."""
+"""Queries at a time in `map_rows`: their logits are its largest array."""
 
 
 def attend_tile(
@@ -116,9 +119,15 @@ def rows_of(problem: Problem, q_start: Int[Array, ""], q_size: int) -> Tile:
 
 
 def attend_rows(problem: Problem) -> SoftmaxState:
-    """Attention by chunks of queries, each against all keys, recomputed in reverse.
+    """Attention by chunks of queries, each against all keys, recomputed in reverse."""
+    return map_rows(problem, lambda part, tile: attend_block(part, tile)[0])
 
-    Memory grows with the length and not with its square, in derivatives of any order.
+
+def map_rows(problem: Problem, function: Callable[[Problem, Tile], _Out]) -> _Out:
+    """`function(part, tile)` of chunks of queries against all keys, put together again.
+
+    Memory grows with the length and not with its square, in derivatives of any order:
+    what is not kept is made again in reverse.
     """
     query = problem.operands.query
     q_len = query.shape[3]
@@ -126,14 +135,13 @@ def attend_rows(problem: Problem) -> SoftmaxState:
     count = -(-q_len // size)
     query = pad_to(query, count * size, axis=3)
 
-    def rows(chunk: Int[Array, ""]) -> SoftmaxState:
+    def rows(chunk: Int[Array, ""]) -> _Out:
         start = chunk * size
         part = lax.dynamic_slice_in_dim(query, start, size, axis=3)
-        tile = rows_of(problem, start, size)
-        return attend_block(problem.with_query(part), tile)[0]
+        return function(problem.with_query(part), rows_of(problem, start, size))
 
-    states = map_(eqx.filter_checkpoint(rows), jnp.arange(count, dtype=jnp.int32))
-    return tree_map(lambda x: join_chunks(x, axis=3, length=q_len), states)
+    outs = map_(eqx.filter_checkpoint(rows), jnp.arange(count, dtype=jnp.int32))
+    return tree_map(lambda x: join_chunks(x, axis=3, length=q_len), outs)
 
 
 def pad_to(x: Float[Array, "..."], length: int, *, axis: int) -> Float[Array, "..."]:

@@ -6,7 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
-from .._config import Alignment, ChunkSizes, Precision
+from .._config import Alignment, ChunkSizes, Differentiation, Precision
+from .._normalizer import SOFTMAX, Entmax, Normalizer, check_entmax
 from .._typing import (
     Bias,
     CumSeqlens,
@@ -27,7 +28,9 @@ from .._typing import (
     Window,
     checked,
 )
-from ._flash_core import flash_state
+from ._entmax_flash import entmax_flash
+from ._flash_core import Attend, attend_reverse, flash_state
+from ._flash_primitive import attend_both
 from ._inputs import Inputs
 from ._options import CommonOptions
 from ._partial import PartialAttention
@@ -40,6 +43,7 @@ def flash_attention(
     value: Value,
     *,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     normalize_output: Literal[True] = True,
     return_lse: Literal[False] = False,
     **options: Unpack[CommonOptions],
@@ -51,6 +55,7 @@ def flash_attention(
     value: Value,
     *,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     normalize_output: Literal[True] = True,
     return_lse: Literal[True],
     **options: Unpack[CommonOptions],
@@ -62,6 +67,7 @@ def flash_attention(
     value: Value,
     *,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     normalize_output: Literal[False],
     return_lse: Literal[False] = False,
     **options: Unpack[CommonOptions],
@@ -91,7 +97,9 @@ def flash_attention(
     dropout_key: DropoutKey | None = None,
     logits_dtype: DTypeLike = jnp.float32,
     precision: Precision = None,
+    normalizer: Normalizer = SOFTMAX,
     chunk_sizes: ChunkSizes | None = None,
+    differentiation: Differentiation = Differentiation.REVERSE,
     normalize_output: bool = True,
     return_lse: bool = False,
 ) -> Out | tuple[Out, Lse] | PartialAttention:
@@ -103,7 +111,8 @@ def flash_attention(
     arXiv 2307.08691; Rabe & Staats 2021, arXiv 2112.05682).
 
     Reverse mode is its own backward pass, which makes the logits again. It can be
-    differentiated again, in either mode. `jax.jvp` of the function itself is refused.
+    differentiated again, in either mode. `jax.jvp` of the function itself, and all that
+    is made of it, needs `differentiation=Differentiation.BOTH`.
 
     **Arguments:**
 
@@ -111,6 +120,9 @@ def flash_attention(
 
     - `chunk_sizes`: how many queries and keys to take at a time. By default
         [`eqx_attention.default_chunk_sizes`][].
+    - `differentiation`: [`eqx_attention.Differentiation`][]: with `REVERSE`, the
+        default, JAX refuses forward mode; with `BOTH` all modes and mixtures work.
+        Results and gradients are the same. With `Entmax` both work anyhow.
     - `normalize_output`: if False, return a [`eqx_attention.PartialAttention`][], to be
         merged with those over other keys. Give `softmax_aux` to one of them only.
     - `return_lse`: also return the log of the sum of exponentials, sinks included.
@@ -155,20 +167,38 @@ def flash_attention(
         precision=precision,
     )
     chunk_sizes = chunk_sizes or inputs.default_chunk_sizes()
+    if isinstance(normalizer, Entmax):
+        check_entmax(
+            softmax_aux=softmax_aux,
+            return_lse=return_lse or None,
+            normalize_output=None if normalize_output else False,
+        )
+        return entmax_flash(inputs, normalizer, chunk_sizes)
     if not normalize_output:
-        return flash_partial(inputs, chunk_sizes)
-    out, lse = flash(inputs, chunk_sizes)
+        return flash_partial(inputs, chunk_sizes, differentiation)
+    out, lse = flash(inputs, chunk_sizes, differentiation)
     return (out, lse) if return_lse else out
 
 
+_ATTEND: dict[Differentiation, Attend] = {
+    Differentiation.REVERSE: attend_reverse,
+    Differentiation.BOTH: attend_both,
+}
+
+
 @eqx.filter_jit
-def flash(inputs: Inputs, chunk_sizes: ChunkSizes) -> tuple[Array, Array]:
+def flash(
+    inputs: Inputs, chunk_sizes: ChunkSizes, differentiation: Differentiation
+) -> tuple[Array, Array]:
     """Output and lse."""
-    return inputs.results(flash_state(inputs.problem(), chunk_sizes))
+    attend = _ATTEND[differentiation]
+    return inputs.results(flash_state(inputs.problem(), chunk_sizes, attend))
 
 
 @eqx.filter_jit
-def flash_partial(inputs: Inputs, chunk_sizes: ChunkSizes) -> PartialAttention:
+def flash_partial(
+    inputs: Inputs, chunk_sizes: ChunkSizes, differentiation: Differentiation
+) -> PartialAttention:
     """The unnormalised pieces."""
-    state = inputs.with_sinks(flash_state(inputs.problem(), chunk_sizes))
-    return PartialAttention.from_state(state, inputs.batch_shape)
+    state = flash_state(inputs.problem(), chunk_sizes, _ATTEND[differentiation])
+    return PartialAttention.from_state(inputs.with_sinks(state), inputs.batch_shape)

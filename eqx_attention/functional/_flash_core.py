@@ -4,6 +4,9 @@ In reverse mode the derivative is the chunked backward pass. Derivatives of that
 forward-mode derivatives on the way to them, are those of `attend_rows`, by JAX.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,27 +24,34 @@ from ._online_softmax import SoftmaxState
 from ._problem import Operands, Problem
 from ._tiles import TileSizes
 
+Attend: TypeAlias = Callable[
+    [Operands, LogitRules, Dropout | None, TileSizes], SoftmaxState
+]
 
-def flash_state(problem: Problem, chunk_sizes: ChunkSizes) -> SoftmaxState:
-    """The state of every query after all keys."""
+
+def flash_state(
+    problem: Problem, chunk_sizes: ChunkSizes, attend: Attend
+) -> SoftmaxState:
+    """The state of every query after all keys, with the derivatives of `attend`."""
     if problem.is_empty:
         return attend_block(problem, whole(problem))[0]
     sizes = problem.tile_sizes(chunk_sizes)
     problem = vary_together(problem)
-    state = _attend(problem.operands, problem.rules, problem.dropout, sizes)
+    state = attend(problem.operands, problem.rules, problem.dropout, sizes)
     return SoftmaxState(
         state.numerator, jax.lax.stop_gradient(state.max_logits), state.denominator
     )
 
 
 @eqx.filter_custom_vjp
-def _attend(
+def attend_reverse(
     operands: Operands, rules: LogitRules, dropout: Dropout | None, sizes: TileSizes
 ) -> SoftmaxState:
+    """Attention that is to be differentiated in reverse mode first."""
     return _forward(operands, rules=rules, dropout=dropout, sizes=sizes)
 
 
-@_attend.def_fwd
+@attend_reverse.def_fwd
 def _attend_fwd(
     perturbed: PyTree[bool],
     operands: Operands,
@@ -54,7 +64,7 @@ def _attend_fwd(
     return state, state.max_logits
 
 
-@_attend.def_bwd
+@attend_reverse.def_bwd
 def _attend_bwd(
     max_logits: Float[Array, "..."],
     cotangent: PyTree,
@@ -64,8 +74,26 @@ def _attend_bwd(
     dropout: Dropout | None,
     sizes: TileSizes,
 ) -> Operands:
-    wanted: Wanted = jax.tree.map(bool, perturbed.parameters)
-    numerator, denominator = cotangent.numerator, cotangent.denominator
+    return pull_back(
+        *(cotangent.numerator, cotangent.denominator, max_logits, perturbed),
+        *(operands, rules, dropout, sizes),
+    )
+
+
+def pull_back(
+    numerator: Float[Array, "..."] | None,
+    denominator: Float[Array, "..."] | None,
+    max_logits: Float[Array, "..."],
+    perturbed: PyTree[bool],
+    operands: Operands,
+    rules: LogitRules,
+    dropout: Dropout | None,
+    sizes: TileSizes,
+) -> Operands:
+    """The gradient of the operands, from cotangents of the state; None is zero."""
+    wanted: Wanted = jax.tree.map(
+        bool, perturbed.parameters, is_leaf=lambda x: x is None
+    )
     if numerator is None:
         shape = (*max_logits.shape, operands.value.shape[-1])
         numerator = jnp.zeros(shape, max_logits.dtype)

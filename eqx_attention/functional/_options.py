@@ -8,6 +8,7 @@ from typing import TypedDict
 from jaxtyping import DTypeLike
 
 from .._config import Alignment, Precision
+from .._normalizer import Normalizer
 from .._typing import (
     Bias,
     CumSeqlens,
@@ -39,8 +40,8 @@ class ScoreOptions(TypedDict, total=False):
     precision: Precision
 
 
-class CommonOptions(ScoreOptions, total=False):
-    """What standard and flash attention take."""
+class InputOptions(ScoreOptions, total=False):
+    """What standard and flash attention make logits and weights of."""
 
     causal: bool
     alignment: Alignment
@@ -51,3 +52,9 @@ class CommonOptions(ScoreOptions, total=False):
     cum_seqlens_k: CumSeqlens | None
     dropout_prob: Number
     dropout_key: DropoutKey | None
+
+
+class CommonOptions(InputOptions, total=False):
+    """What standard and flash attention take."""
+
+    normalizer: Normalizer

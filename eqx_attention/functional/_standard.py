@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
 from .._config import Alignment, Precision
+from .._normalizer import SOFTMAX, Entmax, Normalizer, check_entmax
 from .._typing import (
     Bias,
     CumSeqlens,
@@ -29,6 +30,7 @@ from .._typing import (
     checked,
 )
 from ._block import attend_block, whole
+from ._entmax_standard import entmax_standard
 from ._inputs import Inputs
 from ._online_softmax import finite, is_empty
 from ._options import CommonOptions
@@ -99,6 +101,7 @@ def standard_attention(
     dropout_key: DropoutKey | None = None,
     logits_dtype: DTypeLike = jnp.float32,
     precision: Precision = None,
+    normalizer: Normalizer = SOFTMAX,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Out | tuple[Out, Lse] | tuple[Out, Weights] | tuple[Out, Weights, Lse]:
@@ -153,6 +156,8 @@ def standard_attention(
     - `logits_dtype`: the dtype of logits and exponentials. float32, the default, never
         cuts down float64.
     - `precision`: of the products, as in `jax.lax.dot`.
+    - `normalizer`: what makes weights of logits: [`eqx_attention.Softmax`][], the
+        default, or [`eqx_attention.Entmax`][], which has neither `softmax_aux` nor lse.
     - `return_weights`: also return the weights that multiplied the values, dropout
         included.
     - `return_lse`: also return the log of the sum of exponentials, sinks included.
@@ -194,6 +199,10 @@ def standard_attention(
         logits_dtype=logits_dtype,
         precision=precision,
     )
+    if isinstance(normalizer, Entmax):
+        check_entmax(softmax_aux=softmax_aux, return_lse=return_lse or None)
+        found, weights = entmax_standard(inputs, normalizer)
+        return (found, weights) if return_weights else found
     out, lse, weights = standard(inputs, with_weights=return_weights)
     if weights is not None:
         return (out, weights, lse) if return_lse else (out, weights)
