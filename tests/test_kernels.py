@@ -235,6 +235,8 @@ def asking(name: str, q_len: int = 256) -> dict[str, Any]:
         "logits_dtype": jnp.bfloat16,
         "precision": jax.lax.Precision.HIGHEST,
         "chunk_sizes": eqxa.ChunkSizes(128, 128),
+        "normalizer": eqxa.Entmax(),
+        "differentiation": eqxa.Differentiation.BOTH,
         "return_lse": True,
     }
     return {name.partition(" ")[0]: asked[name]}
@@ -244,7 +246,8 @@ OPTIONS = (
     *("mask", "bias", "softmax_aux", "num_sink_tokens", "causal", "sliding_window"),
     *("alignment", "query_offset", "q_segment_ids", "kv_segment_ids", "cum_seqlens_q"),
     *("cum_seqlens_k", "softmax_scale as an array", "logits_soft_cap", "dropout_prob"),
-    *("logits_dtype", "precision", "chunk_sizes", "return_lse"),
+    *("logits_dtype", "precision", "normalizer", "differentiation", "chunk_sizes"),
+    "return_lse",
 )
 
 

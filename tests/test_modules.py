@@ -33,6 +33,7 @@ def arrays(**shape: Any) -> Arrays:
 def fields(config: eqxa.AttentionConfig) -> dict[str, Any]:
     names = {f.name for f in dataclasses.fields(config)}
     names -= {"dropout_prob", "logits_dtype", "precision"}
+    names -= {"normalizer", "differentiation"}
     return {name: getattr(config, name) for name in names}
 
 
